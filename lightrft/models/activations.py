@@ -55,6 +55,10 @@ class ModelShape:
         """Return the bytes of keys and values of one token over all layers."""
         return 2 * self.layers * self.keys * itemsize
 
+    def head_gradient(self, itemsize: int) -> int:
+        """Return the bytes of the gradient of a trained head in a backward pass: summed up in float32, then cast."""
+        return self.vocabulary * self.hidden * (4 + itemsize * (itemsize < 4))
+
 
 @dataclass(frozen=True)
 class TowerShape:

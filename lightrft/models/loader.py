@@ -20,13 +20,14 @@ from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
+from lightrft.models.liger import apply_liger
 from lightrft.models.lora import add_lora, base_model, hf_name
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
 from lightrft.models.reward_model import (check_language, cut_layers, ProcessRewardModel, reward_class, RewardHead,
                                           RewardKind, RewardModel)
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import name_as_published, Place, StandIns, stand_ins, WeightFiles
-from lightrft.utils.errors import first_line, install_command, UserError
+from lightrft.utils.errors import first_line, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.hub import model_folder
 from lightrft.utils.logging import get_logger
@@ -342,7 +343,7 @@ def _finish(hf: PreTrainedModel, cfg: PolicyModelConfig, train: bool,
     """Apply the options of ``cfg`` to a model; LoRA and frozen parts to a policy, whose ``modality`` is given."""
     name_as_published(hf)
     if cfg.use_liger:
-        _apply_liger(hf)
+        apply_liger(hf)
     use_onednn(hf)
     use_cpu_norms(hf)
     if not train:
@@ -380,19 +381,3 @@ def freeze(model: nn.Module, words: list[str], modality: ActorModality) -> None:
         frozen = sum(parameter.numel() for parameter in named.values() if not parameter.requires_grad)
         total = sum(parameter.numel() for parameter in named.values())
         get_logger().info(f"--freeze_prefix {' '.join(words)}: {frozen:,} of {total:,} parameters are frozen")
-
-
-def _apply_liger(hf: PreTrainedModel) -> None:
-    if not torch.cuda.is_available():
-        raise UserError("--use_liger needs a CUDA device: Liger's kernels are written in Triton; leave it out on CPU")
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
-    except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:  # of a broken wheel
-        raise UserError(
-            f"--use_liger: Liger's kernels cannot be imported ({type(error).__name__}: {first_line(error)});"
-            f" reinstall them with {install_command('liger')}, or --use_liger false") from error
-    if (family := hf.config.model_type) not in families:
-        get_logger().warning(f"Liger has no kernels for {family}: the model's own code is used")
-        return
-    _apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)

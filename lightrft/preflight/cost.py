@@ -85,7 +85,8 @@ def count_parameters(shapes: Mapping[str, Sequence[int]]) -> ModelSize:
         found = _LAYER.match(f".{name}")
         layers[found[0] if found else "outside"] += prod(shape)
     outside = layers.pop("outside", 0)
-    return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside)
+    return ModelSize(layers.total() + outside, max(layers.values(), default=0), outside,
+                     max(map(prod, shapes.values()), default=0))
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
+from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
@@ -20,6 +21,7 @@ from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize,
                                       secondary_share, shares, STEP_BYTES, whole_gradients)
 
 BACKWARD = PHASES.index("backward")
+SENT = "gradients on their way to other ranks"
 
 
 def memory(config: Tree, world_size: int, size: ModelSize, device: Device,
@@ -68,7 +70,7 @@ def _trainer(plan: Preflight, world_size: int, size: ModelSize, device: Device) 
         "weights": (weights, ) * 4,
         "gradients, float32": (0, 0, *(gradients * trained, ) * 2),
         "gradients, unsharded until the last micro-batch": (0, 0, whole, 0),
-        "gradients on their way to other ranks": (0, 0, reduced, 0),
+        SENT: (0, 0, reduced, 0),
         f"Adam state, {width}": (adam, adam, adam, adam + stepping),
         "weights gathered or cast for computing": (resting, computing, updating, resting),
         "logits of one chunk": (0, chunk, chunk, 0),
@@ -133,18 +135,23 @@ def update_tokens(config: Tree, world_size: int) -> tuple[int, bool]:
 def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[str, ByPhase]) -> dict[str, ByPhase]:
     """Return the rows of activations and gradients.
 
-    The temporaries of layers and the chunk of logits never exist together, so what exceeds the chunk is counted. A
-    single micro-batch frees its activations while gradients come into being: gradients count by what exceeds them.
+    The temporaries of layers never exist together with those of the head, the chunk of logits and its gradient, so the
+    larger ones are counted. A single micro-batch frees its activations while gradients come into being: gradients count
+    by what exceeds them.
     """
     m, (tokens, several) = config.model, update_tokens(config, world_size)
     one = Activations(shape, tokens, m.itemsize, bool(m.gradient_checkpointing), m.lora_rank > 0, bool(m.use_liger))
     before = replace(one, tokens=micro_batch_tokens(config, world_size)[0])  # passes have no pretraining rows
-    chunk = held["logits of one chunk"][BACKWARD]
-    kept = one.kept + max(0.0, one.backward - one.kept - chunk)
-    rows: dict[str, ByPhase] = {"activations": (0, max(0.0, before.forward - chunk), kept, 0, 0)}
+    chunk, layer = held["logits of one chunk"][BACKWARD], one.backward - one.kept
+    kept, head = one.kept + max(0.0, layer - chunk), 0.0
+    if not (m.lora_rank or isinstance(m, RewardModelConfig)):  # the head of a reward model has few rows
+        sent = held[SENT][BACKWARD] * (config.strategy.resolved(world_size) == "fsdp")  # by layers, which come later
+        head = max(0.0, shape.head_gradient(m.itemsize) + chunk - max(layer, chunk) - sent)
+    rows: dict[str, ByPhase] = {"activations": (0, max(0.0, before.forward - chunk), kept, 0, 0),
+                                "gradient of the head on its way": (0, 0, head, 0, 0)}  # yapf: disable
     for name, (generation, passes, backward, optimizer, sync) in held.items():
         if name.startswith("gradients, ") and not several:
-            rows[name] = (generation, passes, max(0.0, backward - kept), optimizer, sync)
+            rows[name] = (generation, passes, max(0.0, backward - kept - head), optimizer, sync)
     return rows
 
 

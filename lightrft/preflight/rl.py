@@ -102,7 +102,8 @@ class RLPreflight(TrainingPreflight):
         reference *= c.algorithm.init_kl_coef > 0 and not m.lora_rank
         taught = teacher_bytes(c, m.teacher_model, world_size, device)
         passes = self.by_phase((taught, ) * 4) if not m.teacher_offload else (0, taught, 0, 0, 0)
-        bucket = min(c.rollout.sync_bucket_mib * MIB, 4 * size.total) if sharded else 0
+        bucket = min(max(c.rollout.sync_bucket_mib * MIB, 4 * size.largest),
+                     4 * size.total) * sharded  # one tensor whole
         rows: dict[str, ByPhase] = {"reference": self.by_phase((reference, ) * 4), "teacher": passes,
                                     "reward models": reward_bytes(c, world_size),
                                     "bucket of full weights": (0, 0, 0, 0, bucket)}  # yapf: disable

@@ -18,6 +18,7 @@ class ModelSize:
     total: int
     largest_layer: int  # decoder layer
     outside: int  # embeddings, head, final norm
+    largest: int = 0  # tensor
 
 
 def secondary_share(s: StrategyConfig, world_size: int) -> float:

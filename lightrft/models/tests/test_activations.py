@@ -1,10 +1,13 @@
 """The estimate of activations against the tensors that autograd really saves, and against the peak of a backward
 pass."""
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import profile, ProfilerActivity
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
@@ -12,7 +15,9 @@ from lightrft.models.activations import Activations, ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import PackedModel
+from lightrft.ops import logprobs
 from lightrft.tests.support import naive_model, tiny
+from lightrft.tests.support.fake_cuda import fake_cuda, tensor
 from lightrft.tests.support.saved_bytes import saved_bytes
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}
@@ -79,6 +84,45 @@ def test_the_peak_of_a_backward_pass(recompute: bool) -> None:
     actor = actor_of("qwen2", torch.float32, recompute, False)
     found, expected = peak_bytes(actor), estimate(actor, torch.float32, recompute, False)
     assert 0.85 * found <= expected.backward <= found
+
+
+class Allocated:
+    """Bytes of the tensors on the fake device that exist at once, and the most of them so far."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tensors: list[weakref.ref[Tensor]] = []
+        self.most, run = 0, tensor.execute
+
+        def noted(*args: object) -> object:
+            out = run(*args)
+            found = tree_flatten(out)[0]
+            self.tensors += [weakref.ref(one) for one in found if isinstance(one, tensor.CudaTensor)]
+            self.most = max(self.most, self.now())
+            return out
+
+        monkeypatch.setattr(tensor, "execute", noted)
+
+    def now(self) -> int:
+        alive = [one for one in (each() for each in self.tensors) if one is not None]
+        self.tensors = [weakref.ref(one) for one in alive]
+        storages = [one.untyped_storage() for one in alive]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_gradient_of_a_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a head in bfloat16 has the sum in float32 beside the result."""
+    monkeypatch.setattr(logprobs, "_BLOCK", 256)  # rows of products that are added at once: few of a real vocabulary
+    shape = ModelShape(1, 64, 64, 64, 64, 1, vocabulary=8192)
+    with fake_cuda():
+        allocated = Allocated(monkeypatch)
+        hidden, weight = (torch.randn(rows, 64, device="cuda", dtype=dtype, requires_grad=True) for rows in (32, 8192))
+        targets = torch.randint(8192, (32, ), device="cuda")
+        loss = logprobs.chunked_logprobs(hidden, weight, targets, chunk_mib=0.1)[0].sum()
+        before = allocated.now()
+        loss.backward()
+        expected = shape.head_gradient(dtype.itemsize)
+        assert expected <= allocated.most - before <= 1.15 * expected
 
 
 def test_shapes_of_other_configs() -> None:

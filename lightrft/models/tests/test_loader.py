@@ -1,6 +1,5 @@
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, BertCo
 from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.models import loader
-from lightrft.models.loader import _apply_liger, check_context, load_actor, load_critic, load_reward_model
+from lightrft.models.loader import check_context, load_actor, load_critic, load_reward_model
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
@@ -67,29 +66,6 @@ def test_freezing(path):
 def test_gradient_checkpointing_is_switched_on(path):
     assert load_actor(ModelConfig(pretrain=str(path), gradient_checkpointing=True)).hf_model.is_gradient_checkpointing
     assert not load_actor(ModelConfig(pretrain=str(path))).hf_model.is_gradient_checkpointing
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for CPU")
-@pytest.mark.parametrize(
-    "error",
-    [ImportError("no module"),
-     AttributeError("module 'triton' has no 'jit'"),
-     RuntimeError("no active driver")])
-def test_broken_kernels_of_liger_are_an_error_with_the_remedy(path, error, monkeypatch, tmp_path):
-    hf = load_actor(ModelConfig(pretrain=str(path))).hf_model
-    (tmp_path / "liger_kernel").mkdir()
-    (tmp_path / "liger_kernel" / "__init__.py").write_text(f"raise {error!r}")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=f"{type(error).__name__}: .*reinstall them with .*--use_liger false"):
-        _apply_liger(hf)
-
-
-def test_liger_needs_cuda(path):
-    with pytest.raises(ValueError, match="CUDA"):
-        load_actor(ModelConfig(pretrain=str(path), use_liger=True))
 
 
 def test_exports_keep_nothing_of_packed_attention(path, tmp_path):

@@ -1,9 +1,11 @@
 """What lies on a device in each phase of a step, against numbers computed by hand."""
 import pytest
 
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build
+from lightrft.models.activations import ModelShape
 from lightrft.preflight.cost import GIB
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory, memory_lines, peak
@@ -47,6 +49,9 @@ def test_sharded_over_two_ranks():
     assert found["gradients on their way to other ranks"] == (0, 0, 2 * 4 * 200, 0, 0)
     assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0, 0)
     assert found["bucket of full weights"] == (0, 0, 0, 0, 4000)
+    small, one = build(Config, {"sync_bucket_mib": 0}), ModelSize(1000, 100, 200, largest=150)
+    assert memory(small, 2, one,
+                  GPU)["bucket of full weights"] == (0, 0, 0, 0, 600), "a larger tensor is gathered alone"
     assert found["copy in the rollout engine"] == (4000, 0, 0, 0, 4000), "asleep the copy of hf is freed"
     assert held(room=HOST)["copy in the rollout engine"] == (4000, 0, 0, 0, 4000)
     assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 5 == held(4, **CRITIC)["weights"]
@@ -157,6 +162,24 @@ def test_the_phase_that_takes_most():
 def test_chunks_of_logits_fill_the_device():
     for room, mib in ((HOST, 256), (Device("cuda:0", 80 * GIB, 80 * GIB), 1280)):
         assert memory(build(Config, {}), 1, SIZE, room)["logits of one chunk"] == (0, mib << 20, mib << 20, 0, 0)
+
+
+@pytest.mark.parametrize("tree, options, expected", [
+    (Config, {}, 6 << 24), (Config, {"bf16": False}, 4 << 24), (Config, {"lora_rank": 4}, None), (RMConfig, {}, None),
+    (Config, {"strategy": "fsdp"}, (6 << 24) - 2 * 4 * 200),  # layers are reduced later, when it is complete
+])  # yapf: disable
+def test_a_trained_head_has_a_gradient_beside_its_logits(tree, options, expected):
+    """While all activations are still there. The largest temporary of a layer comes later: 4 MiB of it here."""
+    shape = ModelShape(layers=1, hidden=64, mlp=1 << 11, queries=64, keys=64, heads=1, vocabulary=1 << 18)
+    config = build(tree, {"bf16": True, "max_tokens_per_micro_batch": 1 << 10, "logprob_chunk_mib": 9} | options)
+    found = memory(config, 2 if "strategy" in options else 1, SIZE, GPU, shape)
+    assert found.get("gradient of the head on its way") == (expected and (0, 0, expected, 0, 0))
+
+
+def test_a_layer_whose_temporary_is_larger_than_the_head_counts_alone():
+    shape = ModelShape(layers=1, hidden=64, mlp=1 << 20, queries=64, keys=64, heads=1, vocabulary=1 << 10)
+    config = build(Config, {"bf16": True, "max_tokens_per_micro_batch": 1 << 10, "logprob_chunk_mib": 1})
+    assert "gradient of the head on its way" not in memory(config, 1, SIZE, GPU, shape)
 
 
 def test_the_table():

@@ -30,7 +30,7 @@ def safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
 def test_layers_of_a_tower_are_not_those_of_the_decoder() -> None:
     shapes = {"visual.blocks.0.w": (3, ), "vision_tower.encoder.layer.0.w": (4, ), "lm_head.weight": (2, ),
               "language_model.layers.0.w": (5, ), "language_model.layers.0.experts.1.w": (6, )}  # yapf: disable
-    assert count_parameters(shapes) == ModelSize(20, 11, 2)
+    assert count_parameters(shapes) == ModelSize(20, 11, 2, 6)
 
 
 def test_model_size_from_the_headers(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_model_size_from_the_headers(tmp_path: Path) -> None:
     }
     safetensors(tmp_path / "a-1.safetensors", dict(list(shapes.items())[:2]))
     safetensors(tmp_path / "a-2.safetensors", dict(list(shapes.items())[2:]))
-    assert model_size(tmp_path) == ModelSize(sum(map(prod, shapes.values())), 19, 44)
+    assert model_size(tmp_path) == ModelSize(sum(map(prod, shapes.values())), 19, 44, 40)
     assert model_size("org/model") is None and model_size(None) is None
 
 
