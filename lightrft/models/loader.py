@@ -29,7 +29,7 @@ from lightrft.models.weight_files import name_as_published, Place, StandIns, sta
 from lightrft.utils.errors import first_line, install_command, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.hub import model_folder
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import get_logger, warn_of_all
 from lightrft.utils.tensors import to_meta
 
 Model = TypeVar("Model", bound=PackedModel)
@@ -393,6 +393,6 @@ def _apply_liger(hf: PreTrainedModel) -> None:
             f"--use_liger: Liger's kernels cannot be imported ({type(error).__name__}: {first_line(error)});"
             f" reinstall them with {install_command('liger')}, or --use_liger false") from error
     if (family := hf.config.model_type) not in families:
-        get_logger().warning(f"Liger has no kernels for {family}: the model's own code is used")
+        warn_of_all(f"Liger has no kernels for {family}: the model's own code is used")
         return
     _apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)
