@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from itertools import cycle
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,9 @@ def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[st
     if title in (ACCURACY, "accuracy"):
         axes.set_ylim(-0.03, 1.03)
     else:
-        low, high = min(axes.dataLim.y0, 0), max(axes.dataLim.y1, 0)
-        above, below = (0.07 * (high - low) * (edge != 0) for edge in (high, low))
-        axes.set_ylim(low - below, high + above)
+        drawn = [0.0, *(value for line in axes.lines for value in line.get_ydata() if isfinite(value))]
+        low, high = min(drawn), max(drawn)
+        axes.set_ylim(1.07 * low - 0.07 * high * (low < 0), 1.07 * high - 0.07 * low * (high > 0) or float(low == 0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(metrics) > 1 or title == ACCURACY:

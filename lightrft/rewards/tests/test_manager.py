@@ -66,6 +66,8 @@ def test_unknown_recipe_is_an_error_that_names_the_known_ones(make_manager):
         probe(manager, [*rows(1), RewardInput("", "", label="nope", data_source="x")])
     with pytest.raises(ValueError, match="no reward recipe"):
         manager.submit([RewardInput("", "", label="nope")])
+    with pytest.raises(ValueError, match="^no reward recipe for label '' or data source ''. Remedy: name the reward"):
+        manager.submit([RewardInput("", "")])
 
 
 def test_reward_entries_replace_the_recipe_with_their_weights(make_manager):

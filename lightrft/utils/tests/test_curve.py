@@ -70,7 +70,8 @@ def runs():
     one = {"step": 1, "reward/mean": -3.0, "policy/entropy": 1e-9, "rollout/response_len/mean": 16384.0}
     sft = [{"step": 10**6 + i, "sft/loss": 1 / (i + 1), "eval/loss": 123456.0} for i in range(3)]
     return {"suites": [*rows(), {"step": 40} | suites], "one": [one], "sft": sft,
-            "start": [{"step": 0, "eval/all/pass@1": 0.0}]}  # yapf: disable
+            "start": [{"step": 0, "eval/all/pass@1": 0.0}], "bad": [{"step": 1, "reward/mean": 0.0, "reward/a/mean": None,
+            "reward/b/mean": None, "policy/kl_ref": -1.0}]}  # yapf: disable
 
 
 @pytest.mark.parametrize("name", runs())
