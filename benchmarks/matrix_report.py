@@ -150,7 +150,7 @@ def draw_all(results: Results, png: Path, size: tuple[float, float] = (1.75, 1.5
     for panel in panels[len(found):]:
         panel.axis("off")
     figure.supxlabel("step", fontsize=9)
-    figure.supylabel("held-out accuracy", fontsize=9)
+    figure.supylabel(f"held-out accuracy (grey: {aim})" if aim else "held-out accuracy", fontsize=9)
     figure.savefig(png, format="png")
 
 

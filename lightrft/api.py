@@ -157,7 +157,17 @@ class RL(_Training):
 
 
 class GRPO(RL):
-    """:class:`RL` with the advantage estimator of GRPO (arXiv:2402.03300)."""
+    """Group relative policy optimization (arXiv:2402.03300): ``GRPO(model, rewards, train_dataset).train()``.
+
+    Args:
+        model: folder or hub id of the policy.
+        rewards: functions such as ``f(solution_str, ground_truth)`` or ``f(completions, **columns)``, names such as
+            "math", or a list of these; a pair of one of them and a number has that weight.
+        train_dataset: prompts: a list of dicts with "prompt" and "reference", a Hugging Face ``Dataset``, a pandas
+            ``DataFrame`` or a path.
+        eval_dataset: held-out prompts, likewise.
+        options: every option of ``lightrft train --help all``, by name.
+    """
     defaults = {"advantage_estimator": "group_norm"}
 
 

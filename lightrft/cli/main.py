@@ -18,17 +18,19 @@ COMMANDS = {
     "serve_rm": ("lightrft.cli.serve_rm", "score texts with reward models, over HTTP"),
     "chat": ("lightrft.cli.chat", "talk to a model in the terminal"),
     "export": ("lightrft.cli.export", "turn a checkpoint into a Hugging Face model"),
-    "convert": ("lightrft.cli.convert", "turn a checkpoint of DeepSpeed, DCP or lightrft into a Hugging Face model"),
+    "convert": ("lightrft.cli.convert", "the same for checkpoints of DeepSpeed and DCP too"),
     "merge_lora": ("lightrft.cli.merge_lora", "merge a LoRA adapter into its model"),
     "report": ("lightrft.cli.report", "write the report of a run again"),
     "doctor": ("lightrft.cli.doctor", "check the machine, the packages and a planned run"),
 }
 USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(
     f"  {name:<10} {text}\n" for name, (_, text) in COMMANDS.items()) + """
-  --nproc N   start N processes on this machine, one per GPU; several machines: torchrun -m lightrft.cli.train
-  --version   print the version
+  --nproc N  start N processes on this machine, one per GPU
+             (several machines: torchrun -m lightrft.cli.train)
+  --version  print the version
 
-lightrft COMMAND --help shows the options that most people set; --help all, --help GROUP and --help OPTION show others.
+lightrft COMMAND --help shows the options that most people set; --help all,
+--help GROUP and --help OPTION show others.
 """
 
 
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         sys.stdout.write(f"lightrft {__version__}\n")
         return 0
     if name not in COMMANDS:
-        sys.stderr.write(f"{USAGE}\nlightrft: error: unknown command {name!r}{did_you_mean(name, COMMANDS)}\n")
+        sys.stderr.write(f"lightrft: error: unknown command {name!r}{did_you_mean(name, COMMANDS)}\n"
+                         "See lightrft --help for the commands.\n")
         return 2
     module = COMMANDS[name][0]
     if not ranks or {"-h", "--help"}.intersection(words):

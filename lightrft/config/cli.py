@@ -77,11 +77,16 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
     return parser
 
 
+def _of_verl(word: str, known: list[str]) -> str | None:
+    """Explain a word such as actor_rollout_ref.rollout.n=8, which is an option of verl; None for another."""
+    return refusal(word.lstrip("+").partition("=")[0], known)
+
+
 def _unknown_words(words: list[str], known: list[str]) -> list[str]:
     """One sentence per unknown flag: the remedy for a flag of the original LightRFT, or the nearest known flag."""
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
-    if not flags:  # verl's options are words such as actor_rollout_ref.rollout.n=8
-        theirs = [refusal(word.lstrip("+").partition("=")[0], known) for word in words]
+    if not flags:
+        theirs = [_of_verl(word, known) for word in words]
         return [text or f"unexpected value {word!r}: options are given as --name value" +
                 "; docs/coming_from.md translates those of verl" * bool(re.match(r"\+*\w+\.[\w.]+=", word))
                 for word, text in zip(words, theirs)]  # yapf: disable
@@ -161,11 +166,12 @@ def _plugin_problem(name: str, error: Exception) -> str:
 
 def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any],
            plugins: list[str]) -> ParsedConfig:
-    namespace, rest = parser.parse_known_args(argv)
-    if rest:
-        known = [*options(tree), *ALIASES, *RESERVED]
-        known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
-        raise ConfigError(_unknown_words(rest, known))
+    known = [*options(tree), *ALIASES, *RESERVED]
+    known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
+    theirs = [word for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word) and _of_verl(word, known)]
+    namespace, rest = parser.parse_known_args([word for word in argv or () if word not in theirs])
+    if rest or theirs:  # those behind a flag that takes several words would be its values
+        raise ConfigError([str(_of_verl(word, known)) for word in theirs] + _unknown_words(rest, known))
     flags = vars(namespace)
     layers = [Layer(f"yaml:{path}", load_config(path, tree)) for path in flags.pop("config")]
     dry_run, _, plan_gpus = flags.pop("dry_run"), flags.pop("plugin"), flags.pop("plan_gpus")

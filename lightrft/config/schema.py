@@ -62,7 +62,7 @@ class RolloutConfig(EngineConfig):
         "STEPS: rollout steps, optional in the last). Evaluation always uses the longest length", preset=True)
     temperature: float = option(
         1.0, "sampling temperature. Log-probs and entropy are computed at this temperature", within=POSITIVE,
-        why="greedy responses to one prompt are all the same, so there is nothing to learn from", common=True)
+        why="greedy responses to one prompt are all the same, so there is nothing to learn from")
     use_fire: bool = option(
         False, "FIRE sampling: sample the first token of a response at --first_token_temperature (best with --top_k)")
     first_token_temperature: float = option(10.0, "temperature of the first token with --use_fire", within=POSITIVE,

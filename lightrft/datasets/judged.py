@@ -12,7 +12,7 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, Learning, SFTExample,
                                            shows_media, to_conversation, TokenizedDataset, with_media)
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class JudgedDataset(TokenizedDataset[Judged]):
         self._others = others([answer for answer, _ in self._rows])
         if split == "train" and len({good for _, good in self._rows}) < 2:
             kind = "desirable" if self._rows[0][1] else "undesirable"
-            get_logger().warning(f"all {len(self)} answers are {kind}: KTO needs good and bad answers; add some of the "
-                                 "other kind")
+            warn_of_all(f"all {len(self)} answers are {kind}: KTO needs good and bad answers; add some of the other kind")
 
     def read(self, entry: int, rows: Rows) -> list[tuple[SFTExample, bool]]:
         """Return answers, and whether they are desirable."""

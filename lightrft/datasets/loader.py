@@ -11,9 +11,8 @@ from zlib import crc32
 import numpy as np
 
 from lightrft.datasets.rows import DataError
-from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 Item = TypeVar("Item")
 Order = np.ndarray  # int64 [N], row indices of one episode
@@ -211,15 +210,9 @@ class PromptLoader(Generic[Item]):
                             "new run")
         wanted = Blend(state["sizes"], state["probs"], state["shuffle"], state["seed"])
         if (wanted.probs, wanted.shuffle, wanted.seed) != (self.blend.probs, self.blend.shuffle, self.blend.seed):
-            _warn(f"the data order continues as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
+            warn_of_all(f"the data order continues as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
                   f"probabilities {wanted.probs}")
         if state["rows"] != self._rows:
-            _warn("the data has the same number of rows as the checkpoint's, but other rows: the run continues after "
+            warn_of_all("the data has the same number of rows as the checkpoint's, but other rows: the run continues after "
                   f"the first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])
-
-
-def _warn(text: str) -> None:
-    """Log a warning on one rank, because all ranks see the same data."""
-    if World.from_env().is_main:
-        get_logger().warning(text)

@@ -10,7 +10,7 @@ from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media import find_medium, KINDS, Medium, MediaError, MediaRules, shorten
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError, Row, Rows
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 Part = tuple[str, Any]  # ("text", text), (kind, the medium inside of the part) or (kind, None)
 Chat = tuple[list[Message], list[Medium]]
@@ -76,7 +76,7 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: 
         DataError: no row is left.
     """
     for notice in other_kinds(cfg):
-        get_logger().warning(notice)
+        warn_of_all(notice)
     rules, errors = MediaRules.of(cfg), []
     of_file = lru_cache(rules.for_rows_of)
     found: list[Chat | None] = []
@@ -94,7 +94,7 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: 
         text = f"{len(errors)} of {len(found)} rows have media that cannot be used (the first: {errors[0]})"
         if len(errors) == len(found):
             raise DataError(f"{text}: nothing is left")
-        get_logger().warning("%s: left out", text)
+        warn_of_all(f"{text}: left out")
     return found
 
 

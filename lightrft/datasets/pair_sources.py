@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from lightrft.datasets.records import missing
 from lightrft.datasets.rows import DataError, load_rows, Row, Rows
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 from lightrft.utils.registry import Registry
 
 
@@ -63,8 +63,7 @@ def load_entry(spec: str, split: str = "train") -> Rows:
     if not labelled:
         raise DataError(f"{spec}: none of {len(rows)} rows says which candidate is better. Name another file")
     if len(labelled) < len(rows):
-        get_logger().warning("%s: %d of %d rows do not say which one is better: left out", spec,
-                             len(rows) - len(labelled), len(rows))
+        warn_of_all(f"{spec}: {len(rows) - len(labelled)} of {len(rows)} rows do not say which one is better: left out")
     kept = rows.pick(labelled)
     return Rows([*labelled.values()], kept.files, kept.numbers, _media_root(kept, [*labelled.values()]))
 

@@ -25,7 +25,7 @@ from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            shows_media, TokenizedDataset, with_media)
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 Answer = str | list[Message]
 _REMEDY = "Complete the row, remove it, or use --pair_policy skip"
@@ -265,8 +265,8 @@ def distinct(rows: Rows, pairs: dict[int, Pair], policy: str) -> list[Pair]:
             f"{rows.where(equal[0])}: the chosen answer has the same tokens as the rejected one: the chat template "
             "drops the difference. Remove the row, mark it with 'tie': true, or use --pair_policy skip")
     if equal:
-        get_logger().warning("%d of %d rows have answers that are the same tokens (the first: %s): left out",
-                             len(equal), len(rows), rows.where(equal[0]))
+        warn_of_all(f"{len(equal)} of {len(rows)} rows have answers that are the same tokens (the first: "
+                    f"{rows.where(equal[0])}): left out")
     return [pairs[i] for i in sorted(pairs.keys() - equal)]
 
 

@@ -16,7 +16,7 @@ from lightrft.datasets.pair_sources import load_entry
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.suites import load_suite
 from lightrft.types import Prompt
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import get_logger, warn_of_all
 
 Found = TypeVar("Found")
 
@@ -63,7 +63,7 @@ def usable(rows: Rows, read: Callable[[Row, str], Found], policy: str, fault: st
                 raise
             errors.append(error)
     if errors:
-        get_logger().warning(f"{len(errors)} of {len(rows)} rows {fault} (the first: {errors[0]}): left out")
+        warn_of_all(f"{len(errors)} of {len(rows)} rows {fault} (the first: {errors[0]}): left out")
     return found
 
 
@@ -83,7 +83,7 @@ def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: s
              f"{rows.where(first)}, {lengths[first]} tokens; the longest has {max(lengths)})")
     if policy == "error":
         raise DataError(f"{found}. Raise {option}, or drop them with --overlong_prompt filter")
-    get_logger().warning("%s: left out", found)
+    warn_of_all(f"{found}: left out")
     return kept
 
 
@@ -143,14 +143,14 @@ class PromptsDataset(MixedDataset[Prompt]):
         self.sizes.append(len(kept))
         self.dropped += before - len(kept)
         if self._scored and records and missing(records[0].reference):
-            get_logger().warning("%s", no_reference(rows, self._renderer.cfg))
+            warn_of_all(no_reference(rows, self._renderer.cfg))
 
     def _report_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used."""
         bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
         if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
-            get_logger().warning("the tokenizer has a chat template, but text prompts are used as they are; a model "
-                                 "that was trained to chat needs --apply_chat_template")
+            warn_of_all("the tokenizer has a chat template, but text prompts are used as they are; a model that was "
+                        "trained to chat needs --apply_chat_template")
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from lightrft.ops.rounding import has_experts
 from lightrft.utils.errors import first_line, install_command, UserError
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 
 def apply_liger(hf: PreTrainedModel) -> None:
@@ -26,7 +26,7 @@ def apply_liger(hf: PreTrainedModel) -> None:
             f"--use_liger: Liger's kernels cannot be imported ({type(error).__name__}: {first_line(error)});"
             f" reinstall them with {install_command('liger')}, or --use_liger false") from error
     if (family := hf.config.model_type) not in families:
-        get_logger().warning(f"Liger has no kernels for {family}: the model's own code is used")
+        warn_of_all(f"Liger has no kernels for {family}: the model's own code is used")
         return
     wanted = {"fused_linear_cross_entropy": False, "cross_entropy": False}
     if has_experts(hf):

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.models.loader import logit_count, takes_media
 from lightrft.utils.errors import did_you_mean, first_line, UserError
 from lightrft.utils.hub import model_folder
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import get_logger, warn_of_all
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
@@ -86,9 +86,9 @@ def _check_ends(path: str, folder: Path | None, tokenizer: PreTrainedTokenizerBa
         return
     absent = [str(one) for one in (declared if isinstance(declared, list) else [declared]) if one and one >= known]
     if absent:
-        get_logger().warning(f"generation_config.json of {path} names the end token {', '.join(absent)}, which the "
-                             f"model with its {known} tokens does not have: responses end with the others, such as "
-                             f"{tokenizer.eos_token!r}. Correct its eos_token_id")
+        warn_of_all(f"generation_config.json of {path} names the end token {', '.join(absent)}, which the model with "
+                    f"its {known} tokens does not have: responses end with the others, such as "
+                    f"{tokenizer.eos_token!r}. Correct its eos_token_id")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -129,7 +129,7 @@ def time_line(config: Config, world_size: int, size: ModelSize | None, device: s
     from lightrft.utils.gpu import peak_flops
     peak = peak_flops(device)
     if size is None or peak is None:
-        why = "the model's size is not known" if size is None else f"no table has the speed of {device or 'a CPU'}"
+        why = "the model's size is not known" if size is None else f"the speed of {device or 'a CPU'} is not known"
         return f"time per step: unknown, {why}"
     seconds = step_flops(config, size, critic) / (peak * UTILISATION * world_size)
     return (f"time per step: about {seconds:.3g} s of computing at most (every sample at its length limit; {device} at "

@@ -21,7 +21,8 @@ from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize,
                                       secondary_share, shares, STEP_BYTES, whole_gradients)
 
 BACKWARD = PHASES.index("backward")
-SENT = "gradients on their way to other ranks"
+SENT = "gradients sent to other ranks"
+HEADS = [name.split()[-1] for name in PHASES]  # of the columns of the table
 
 
 def memory(config: Tree, world_size: int, size: ModelSize, device: Device,
@@ -69,10 +70,10 @@ def _trainer(plan: Preflight, world_size: int, size: ModelSize, device: Device) 
     return {
         "weights": (weights, ) * 4,
         "gradients, float32": (0, 0, *(gradients * trained, ) * 2),
-        "gradients, unsharded until the last micro-batch": (0, 0, whole, 0),
+        "gradients not yet sharded": (0, 0, whole, 0),
         SENT: (0, 0, reduced, 0),
         f"Adam state, {width}": (adam, adam, adam, adam + stepping),
-        "weights gathered or cast for computing": (resting, computing, updating, resting),
+        "weights gathered or cast": (resting, computing, updating, resting),
         "logits of one chunk": (0, chunk, chunk, 0),
     }  # yapf: disable
 
@@ -169,7 +170,7 @@ def _of_towers(config: Tree, world_size: int, shape: ModelShape) -> dict[str, By
         again = tower.layer(patches, width) * bool(m.gradient_checkpointing)
         if tower.part not in frozen:
             most = max(most, (tower.kept(patches, width, bool(m.gradient_checkpointing)) + again, patches))
-    return {f"activations of a tower, {most[1]:,} patches": (0, 0, most[0], 0, 0)} if most[1] else {}
+    return {f"tower, {most[1]:,} patches": (0, 0, most[0], 0, 0)} if most[1] else {}
 
 
 def uncounted(shape: ModelShape | None) -> str:
@@ -189,8 +190,9 @@ def memory_lines(config: Tree, world_size: int, size: ModelSize | None, device: 
     together = tuple(map(sum, zip(*held.values())))
     tokens = f", activations of {update_tokens(config, world_size)[0]:,} tokens" if shape else ""
     shown = slice(None) if together[0] or together[-1] else slice(1, -1)
-    lines = [f"GiB per rank{tokens}{uncounted(shape)} ({size.total:,} parameters):",
-             f"  {'':<48}" + "".join(f"{name:>12}" for name in PHASES[shown])]  # yapf: disable
-    lines += [f"  {name:<48}" + "".join(f"{value / GIB:>12.2f}" for value in values[shown])
-              for name, values in [*held.items(), ("together", together)]]  # yapf: disable
-    return [*lines, *preflight(config).cache_notes()]
+    lines = [("", HEADS), *((name, [f"{value / GIB:.2f}" for value in values])
+                            for name, values in [*held.items(), ("together", together)])]  # yapf: disable
+    first, widths = max(map(len, held)), [max(len(head), 7) + 1 for head in HEADS]
+    table = (f"  {name:<{first}}" + "".join(map(str.rjust, cells[shown], widths[shown])) for name, cells in lines)
+    return [f"GiB per rank{tokens}{uncounted(shape)} ({size.total:,} parameters):", *table,
+            *preflight(config).cache_notes()]  # yapf: disable

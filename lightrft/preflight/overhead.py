@@ -34,7 +34,7 @@ def overhead(config: Tree, world_size: int, device: Device, shape: ModelShape | 
         return {}
     trained = (world_size > 1) + (0 < config.strategy.fsdp_shard_size < world_size)
     plan, rows = preflight(config), dict[str, ByPhase]()
-    for name, size in (("CUDA context, estimated", CONTEXT), ("buffers of NCCL, estimated", trained * COMMUNICATOR)):
+    for name, size in (("CUDA context, estimated", CONTEXT), ("NCCL buffers, estimated", trained * COMMUNICATOR)):
         rows[name] = (size * plan.has_rollout, size, size, size, size * plan.has_rollout)
     for name, values in plan.of_engine(world_size, device, shape).items():
         rows[name] = tuple(map(sum, zip(values, rows.get(name, (0, ) * 5))))  # type: ignore[assignment]  # five again
@@ -46,7 +46,7 @@ def engine_rows(config: Config, world_size: int, device: Device, shape: ModelSha
     r = config.rollout
     if r.engine_type == "hf":
         rows = hf_rows(config, world_size, device, shape)
-        return {"passes and decode graph of the engine, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}
+        return {"engine passes, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}
     sequences = sequences_at_once(r, world_size, device.total)
     graphs = graph_bytes(r, sequences, shape.layers if shape else USUAL_LAYERS)
     within = r.engine_type == "vllm" and not r.engine_kv_mib  # vLLM measures both, and takes them from its share
@@ -54,10 +54,10 @@ def engine_rows(config: Config, world_size: int, device: Device, shape: ModelSha
     inside = [within and there for there in (True, awake or r.overlap_passes, awake, awake, awake or canary)]
     first, *others = (graphs * (not counted) for counted in inside)
     passes, own = 0.0 if within else pass_bytes(config, sequences, shape), r.engine_type == "sglang"
-    return {"CUDA graphs of the engine, estimated": (first, *others),  # type: ignore[dict-item]  # five
-            "passes of the engine, estimated": (passes, 0, 0, 0, passes * canary),
+    return {"engine graphs, estimated": (first, *others),  # type: ignore[dict-item]  # five
+            "engine passes, estimated": (passes, 0, 0, 0, passes * canary),
             "CUDA context, estimated": (CONTEXT * own, ) * 5,
-            "buffers of NCCL, estimated": (2 * COMMUNICATOR * (r.engine_tp_size > 1), ) * 5}  # yapf: disable
+            "NCCL buffers, estimated": (2 * COMMUNICATOR * (r.engine_tp_size > 1), ) * 5}  # yapf: disable
 
 
 def graph_bytes(cfg: RolloutConfig, sequences: int, layers: int) -> float:

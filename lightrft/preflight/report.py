@@ -1,4 +1,5 @@
 """Readable forms of the option tree: the ``--dry_run`` report and the option tables of the docs."""
+from textwrap import wrap
 from typing import Any
 
 from lightrft.config.layers import preset_values
@@ -10,14 +11,20 @@ from lightrft.config.tree import group_options, groups, options
 from lightrft.preflight.base import preflight
 from lightrft.preflight.hardware import Machine
 
+WIDTH = 80  # of the lines of options at their default
+
 
 def resolved(config: Any, provenance: dict[str, str]) -> str:
-    """List every option of a tree by group: name, value and source of the value."""
+    """List every option of a tree by group: name, value and source of the value; those that nothing has set together.
+    """
     lines = []
     for group, part in vars(config).items():
-        lines.append(f"{group}:")
-        for name, value in vars(part).items():
-            lines.append(f"  {name:<32} {show(value):<28} [{provenance.get(name, 'default')}]")
+        values = {name: show(value) for name, value in vars(part).items()}
+        chosen = [name for name in values if provenance.get(name, "default") != "default"]
+        untouched = " ".join(f"{name}={value}" for name, value in values.items() if name not in chosen)
+        lines += [f"{group}:", *(f"  {name:<32} {values[name]:<28} [{provenance[name]}]" for name in chosen)]
+        lines += wrap(f"default: {untouched}", WIDTH, initial_indent="  ", subsequent_indent="    ",
+                      break_long_words=False, break_on_hyphens=False) if untouched else []  # yapf: disable
     return "\n".join(lines)
 
 

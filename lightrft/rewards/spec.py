@@ -187,7 +187,8 @@ def recipe_for(item: RewardInput) -> RewardRecipe:
     for key in (item.label, item.data_source):
         if key in RECIPES:
             return RECIPES[key]
-    raise UserError(f"no reward recipe for label {item.label!r} or data source {item.data_source!r}. Known recipes: "
-                    f"{', '.join(sorted(RECIPES))}. Remedy: name the reward, for example --reward math or "
-                    f"--reward my_reward.py, or name the column of the label with --label_key (the row has "
-                    f"{', '.join(item.columns) or 'no other columns'})")
+    known = f" Known recipes: {', '.join(sorted(RECIPES))}." if item.label or item.data_source else ""
+    raise UserError(
+        f"no reward recipe for label {item.label!r} or data source {item.data_source!r}.{known} Remedy: "
+        "name the reward, for example --reward math or --reward my_reward.py, or name the column of the label with --label_key (the row has "
+        f"{', '.join(item.columns) or 'no other columns'})")

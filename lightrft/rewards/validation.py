@@ -1,5 +1,4 @@
 """Checks before training: each reward scores a known-good answer above a known-bad one, and rewards can differ."""
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
@@ -8,8 +7,7 @@ from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager, Weighted
 from lightrft.rewards.rules import FAST, normalise, plain_number, reference_answers, TAGGED
 from lightrft.utils.errors import UserError
-
-logger = logging.getLogger(__name__)
+from lightrft.utils.logging import warn_of_all
 
 
 class RewardProbeError(UserError):
@@ -70,7 +68,7 @@ def _probe_row(manager: RewardManager, row: RewardInput) -> None:
     if all(score.total is None for score in scores):
         raise nothing_scored(row, scores)
     if errors := _errors(scores):
-        logger.warning("probing the reward on %s: some answers were left unscored (%s)", _name(row), ", ".join(errors))
+        warn_of_all(f"probing the reward on {_name(row)}: some answers were left unscored ({', '.join(errors)})")
     if row.reference is not None:
         _compare(manager, row, scores)
 
@@ -88,9 +86,8 @@ def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> N
     totals = [score.total for score in scores]
     known = [total for total in totals[:-1] if total is not None]
     if len(ours) < len(parts) and known and totals[-1] is not None and max(known) <= totals[-1]:
-        logger.warning("the reward scores the known-good answer %s to %s no higher (%g) than the known-bad %s (%g)",
-                       quoted(good_answers(manager, row)[0]), _name(row), max(known), quoted(bad_answer(row)),
-                       totals[-1])
+        warn_of_all(f"the reward scores the known-good answer {quoted(good_answers(manager, row)[0])} to {_name(row)} no "
+                    f"higher ({max(known):g}) than the known-bad {quoted(bad_answer(row))} ({totals[-1]:g})")
 
 
 def _name(row: RewardInput) -> str:

@@ -322,7 +322,7 @@ def folders(parent: Path) -> list[Path]:
 
 def back_up(parent: Path) -> Path | None:
     """Rename a folder that holds step folders to the first free ``NAME.1``, ``NAME.2``, ...; returns its new path."""
-    backup = backup_path(parent) if folders(parent) else None
+    backup = backup_path(parent, says=False) if folders(parent) else None
     if backup is None:
         return None
     logger.warning("this is a new run (no --load_checkpoint): the checkpoints in %s were moved to %s", parent, backup)

@@ -24,7 +24,7 @@ def run(*words):
 def test_every_command_shows_its_options(capsys):
     assert command.main([]) == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in command.COMMANDS)
+    assert all(name in said for name in command.COMMANDS) and max(map(len, said.splitlines())) <= 80
     for name in command.COMMANDS:
         with pytest.raises(SystemExit) as done:
             command.main([name, "--help"])
@@ -33,7 +33,7 @@ def test_every_command_shows_its_options(capsys):
     with pytest.raises(SystemExit):
         command.main(["train", "--nproc", "8", "--help", "eps_clip"])  # once, not on eight processes
     assert capsys.readouterr().out.startswith("--eps_clip float\n  lower clip")
-    assert command.main(["trian"]) == 2 and capsys.readouterr().err.endswith("'trian' (did you mean train?)\n")
+    assert command.main(["trian"]) == 2 and "'trian' (did you mean train?)\n" in capsys.readouterr().err
     assert command.main(["--version"]) == 0 and capsys.readouterr().out == f"lightrft {__version__}\n"
 
 

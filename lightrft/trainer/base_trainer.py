@@ -16,7 +16,7 @@ from lightrft.strategy.optimizer import full_shape
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import freed_memory_is_kept, rare_garbage_collection, rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError, UserError
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import get_logger, warn_of_all
 from lightrft.utils.progress import progress
 from lightrft.utils.timer import Timer
 from lightrft.utils.watchdog import clear_stop_request, stop_requested
@@ -160,7 +160,7 @@ class BaseTrainer(ABC):
                 set_rng_state(ranks[self.strategy.rank])
             get_logger().info(f"resumed from {path} at step {self.step}")
         elif self.cfg.load_checkpoint:
-            get_logger().warning("--load_checkpoint: no complete checkpoint found; starting from step 0")
+            warn_of_all("--load_checkpoint: no complete checkpoint found; starting from step 0")
         elif self.checkpoints:
             self.checkpoints.back_up()
         self.log.start(self.step)
@@ -175,5 +175,5 @@ class BaseTrainer(ABC):
         if problem := lost_length(state["options"], self.log.config):
             raise UserError(problem)
         changed = changes(state["options"], self.log.config)
-        if changed and self.strategy.is_main:
-            get_logger().warning(f"options differ from those of the checkpoint: {', '.join(changed)}")
+        if changed:
+            warn_of_all(f"options differ from those of the checkpoint: {', '.join(changed)}")

@@ -19,7 +19,7 @@ from lightrft.strategy.materialize import Builder
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 
 def check_inputs(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase,
@@ -63,8 +63,8 @@ def check_media(option: str, path: str, policy: str, tokenizer: PreTrainedTokeni
     try:
         store = open_store(path, tokenizer, MediaConfig(), token_frames(path), kinds)
     except UserError as error:
-        get_logger().warning(f"--{option} {path}: it is not known whether it reads the media as --pretrain {policy} "
-                             f"does: {error}")
+        warn_of_all(f"--{option} {path}: it is not known whether it reads the media as --pretrain {policy} does: "
+                    f"{error}")
         return
     for kind in kinds:
         own, theirs = cast(MediaSource, media).blank(kind), store.blank(kind)

@@ -65,7 +65,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 {inputs}
 output = model.generate(**inputs, max_new_tokens={length}, do_sample=False)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
-_RENDERED = """prompt = {prompt!r}  # one of the training, after its template
+_RENDERED = """prompt = {prompt!r}  # as in training, after its template
 inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")"""
 _CHAT = """messages = {messages!r}
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
@@ -240,5 +240,5 @@ def _use(config: Tree, folder: Path, tokenizer: PreTrainedTokenizerBase, prompt:
     elif tokenizer.chat_template:
         inputs = _CHAT.format(messages=[{"role": "user", "content": "What is 12+30?"}])
     else:
-        inputs = _RENDERED.format(prompt="What is 12+30?").replace("  # one of the training, after its template", "")
+        inputs = _RENDERED.format(prompt="What is 12+30?").replace("  # as in training, after its template", "")
     return _TEXT.format(folder=str(folder), inputs=inputs, length=length)

@@ -297,7 +297,7 @@ def _prompted(record: Record, config: Config, tokenizer: Any) -> tuple[str, list
 
 def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
             tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Score a stand-in for a response to one row; the time is bounded as in a run.
+    """Score a stand-in for a response to one row, its reference or nothing; the time is bounded as in a run.
 
     Raises:
         UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
@@ -308,8 +308,7 @@ def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
                       record.media)
     known = not missing(record.reference)
     row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
-    asked = (f"a stand-in for a response, {'its reference answer' if known else 'empty'} ({quoted(row.response)}), to "
-             f"{where}")
+    asked = f"{where}, {f'answered with its reference ({quoted(row.response)})' if known else 'with an empty response'}"
     if score.error not in EXCUSED:
         raise UserError(
             f"rewards: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "

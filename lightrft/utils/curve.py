@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from itertools import cycle
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,21 @@ def series(rows: Sequence[dict[str, Any]], name: str) -> Series:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Centred moving average over about a sixth of the run; the window shrinks evenly towards both ends."""
-    last, most = len(values) - 1, round(len(values) * _SMOOTH)
-    halves = [min(most, i, last - i) for i in range(len(values))]
-    windows = [values[i - half:i + half + 1] for i, half in enumerate(halves)]
-    return [sum(window) / len(window) for window in windows]
+    """Centred moving average over about a sixth of the run. The window shrinks evenly towards the start, where a run
+    changes most; at the end, where single steps would look like a turn, it stays and a line is fitted to it."""
+    most = round(len(values) * _SMOOTH)
+    spans = [(min(i - min(most, i), len(values) - 1 - 2 * most), i + min(most, i) + 1) for i in range(len(values))]
+    return [_fitted(values[start:end], i - start) for i, (start, end) in enumerate(spans)]
+
+
+def _fitted(window: list[float], at: int) -> float:
+    """Return the mean of a window that is centred ``at`` an index, else the value there of the line fitted to it."""
+    mean, off = sum(window) / len(window), at - (len(window) - 1) / 2
+    if not off:
+        return mean
+    centred = [i - at + off for i in range(len(window))]
+    slope = sum(x * y for x, y in zip(centred, window)) / max(sum(x * x for x in centred), 1e-9)
+    return mean + slope * off
 
 
 def _held_out(names: set[str]) -> dict[str, str]:
@@ -104,7 +115,7 @@ def draw(rows: Sequence[dict[str, Any]], drawn: list[tuple[str, dict[str, str]]]
 def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
     """Draw one panel: raw points pale, their moving average strong; held-out numbers as points with their interval.
 
-    The last held-out number is in the legend. An accuracy has the axis from 0 to 1.
+    The last held-out number is in the legend. An accuracy has the axis from 0 to 1; every axis includes 0.
     """
     for color, (name, legend) in zip(cycle(_COLORS), metrics.items()):
         steps, values = series(rows, name)
@@ -122,6 +133,10 @@ def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[st
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
     if title in (ACCURACY, "accuracy"):
         axes.set_ylim(-0.03, 1.03)
+    else:
+        drawn = [0.0, *(value for line in axes.lines for value in line.get_ydata() if isfinite(value))]
+        low, high = min(drawn), max(drawn)
+        axes.set_ylim(1.07 * low - 0.07 * high * (low < 0), 1.07 * high - 0.07 * low * (high > 0) or float(low == 0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(metrics) > 1 or title == ACCURACY:

@@ -47,3 +47,9 @@ def get_logger() -> logging.Logger:
     default = "INFO" if os.environ.get("RANK", "0") == "0" else "WARNING"
     logger.setLevel(os.environ.get("LIGHTRFT_LOG_LEVEL", default).upper())
     return logger
+
+
+def warn_of_all(text: str) -> None:
+    """Log, on rank 0 alone, a warning about options or data, which every rank finds."""
+    if os.environ.get("RANK", "0") == "0":
+        get_logger().warning(text)

@@ -9,7 +9,7 @@ from typing import Any
 from lightrft import __version__
 from lightrft.utils.curve import panels, read_metrics
 from lightrft.utils.errors import optional_output
-from lightrft.utils.run_summary import duration, RunSummary
+from lightrft.utils.run_summary import duration, RunSummary, shares
 from lightrft.utils.timer import Throttle
 from lightrft.utils.trajectory_saver import jsonable
 
@@ -90,7 +90,7 @@ def _data(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "title": folder.resolve().name, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "facts": facts, "options": options, "steps": summary.steps, "changes": list(map(vars, summary.changes)),
-        "time": duration(summary.seconds), "phases": summary.phases, "tokens": summary.tokens,
+        "time": f"{duration(summary.seconds)} ({shares(summary)})", "tokens": summary.tokens,
         "panels": [{"title": title, "lines": lines} for title, lines in [*panels(rows), *_more(rows, summary)]],
         "mean_of": size, "x": [row["step"] for row in shown],
         "y": {name: [_short(row.get(name)) for row in shown] for name in names}

@@ -13,6 +13,7 @@ Row = dict[str, Any]
 
 _EVALUATION = re.compile(r"eval/(all/(pass@\d+|avg@(?!1$)\d+)|loss|accuracy)")  # avg@1 is pass@1
 _TOKENS = re.compile(r"\w+/tokens")  # of a step: generated, or read by a trainer on fixed data
+SMALL = 5  # percent of the time; shorter phases are summed up
 UNCUT = 1000  # width of the lines with paths where there is no terminal
 _PARTS_OF_OTHERS = ("time/step_s", "time/update_s")  # sums of other times
 
@@ -105,10 +106,12 @@ def duration(seconds: float) -> str:
 
 
 def shares(summary: RunSummary) -> str:
-    """Format the share of each phase in the time, from 1 % on."""
+    """Format the share of each phase in the time, from 5 % on, and of the others together."""
     total = max(summary.seconds, 1e-9)
-    parts = [(name, round(100 * seconds / total)) for name, seconds in summary.phases.items()]
-    return ", ".join(f"{name} {percent} %" for name, percent in parts if percent)
+    parts = {name: round(100 * seconds / total) for name, seconds in summary.phases.items()}
+    large = {name: percent for name, percent in parts.items() if percent >= SMALL and not name.endswith("other")}
+    named = [*large.items(), ("other", (100 - sum(large.values())) * bool(parts))]
+    return ", ".join(f"{name} {percent}%" for name, percent in named if percent > 0)
 
 
 def summary_lines(summary: RunSummary, places: Mapping[str, object]) -> list[str]:

@@ -81,13 +81,18 @@ _PATTERNS: dict[str, tuple[tuple[str, str], ...]] = {
 ALIASES = ("none", *_EXACT)
 
 
-def backup_path(path: Path) -> Path | None:
-    """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; return its new path, or None."""
+def backup_path(path: Path, says: bool = True) -> Path | None:
+    """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; return its new path, or None.
+
+    Args:
+        says: log it; False where the caller does.
+    """
     if not path.exists():
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     renamed = path.rename(next(name for name in names if not name.exists()))
-    get_logger().info(f"{path} is of an earlier run and was renamed to {renamed.name}")
+    if says:
+        get_logger().info(f"{path} is of an earlier run and was renamed to {renamed.name}")
     return renamed
 
 

@@ -35,6 +35,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (Config, "--use-gspo", "use --policy_loss gspo"),
     (Config, "actor_rollout_ref.rollout.n=8",
      "rollout.n is an option of another trainer; here: --n_samples_per_prompt"),
+    (Config, "--prompt_data a actor_rollout_ref.rollout.n=8", "rollout.n is an option of another trainer; here: --n_s"),
     (Config, "+actor_rollout_ref.model.path=x", "here: --pretrain"),
     (Config, "--actor_rollout_ref.actor.optim.lr 1", "here: --actor_learning_rate"),
     (Config, "data.train_files=a", "here: --prompt_data"),

@@ -296,7 +296,7 @@ def test_plans_and_limits_read_the_decoder(rig):
     device, config = Device("cpu", 8 << 30, 8 << 30), Config()
     rows = memory(config, 1, size, device, shape=shape)
     prompts = -(-16384 // 2048 // 8)  # of a micro-batch: its samples, 8 for each prompt
-    row = rows[f"activations of a tower, {1024 * prompts * 4:,} patches"]
+    row = rows[f"tower, {1024 * prompts * 4:,} patches"]
     assert row[2] == shape.towers[0].kept(1024 * prompts * 4, 4) > 0 and sum(row) == row[2]
     config.model.freeze_prefix = ["visual"]
     assert not any("tower" in name for name in memory(config, 1, size, device, shape=shape))

@@ -26,14 +26,14 @@ def held(world_size=2, room=GPU, **values):
 def test_one_process_with_the_hf_engine():
     assert held(1) == {"weights": (4000, ) * 5, "gradients": (0, 0, 4000, 4000, 0),
                        "Adam state": (8000, ) * 5}  # yapf: disable
-    assert held(1, bf16=True)["weights gathered or cast for computing"] == (2000, ) * 5, "one copy, which stays"
+    assert held(1, bf16=True)["weights gathered or cast"] == (2000, ) * 5, "one copy, which stays"
     assert "Adam state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
     assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 0, 0, 0, 0)
 
 
 def test_what_is_not_trained_takes_two_bytes_in_bfloat16():
     """Without a copy beside it; FSDP2 keeps it in float32, and ZeRO-3 the base of adapters."""
-    half, zero, copy = {"bf16": True}, {"bf16": True, "strategy": "deepspeed"}, "weights gathered or cast for computing"
+    half, zero, copy = {"bf16": True}, {"bf16": True, "strategy": "deepspeed"}, "weights gathered or cast"
     for ranks, options, base, reference, copies in ((1, half, 2000, 2000, False), (2, half, 2000, 2000, True),
                                                     (2, zero, 2000, 2000, False), (2, zero | {"zero_stage": 3}, 2000,
                                                                                    1000, True)):
@@ -45,9 +45,9 @@ def test_what_is_not_trained_takes_two_bytes_in_bfloat16():
 def test_sharded_over_two_ranks():
     found = memory(build(Config, {}), 2, SIZE, GPU)
     assert found["weights"] == (2000, ) * 5
-    assert "gradients, unsharded until the last micro-batch" not in found, "4000 bytes are more than an eighth"
-    assert found["gradients on their way to other ranks"] == (0, 0, 2 * 4 * 200, 0, 0)
-    assert found["weights gathered or cast for computing"] == (0, 4 * 400, 4 * 400, 0, 0)
+    assert "gradients not yet sharded" not in found, "4000 bytes are more than an eighth"
+    assert found["gradients sent to other ranks"] == (0, 0, 2 * 4 * 200, 0, 0)
+    assert found["weights gathered or cast"] == (0, 4 * 400, 4 * 400, 0, 0)
     assert found["bucket of full weights"] == (0, 0, 0, 0, 4000)
     small, one = build(Config, {"sync_bucket_mib": 0}), ModelSize(1000, 100, 200, largest=150)
     assert memory(small, 2, one,
@@ -60,13 +60,13 @@ def test_sharded_over_two_ranks():
 
 
 def test_full_gradients_wait_for_the_last_micro_batch_where_there_is_room():
-    key = "gradients, unsharded until the last micro-batch"
+    key = "gradients not yet sharded"
     for grad_sync, total, kept in (("auto", 32_000, 4000), ("auto", 31_999, 0), ("last", 10_000, 4000), ("every",
                                                                                                          32_000, 0)):
         config, room = build(Config, {"grad_sync": grad_sync}), Device("cuda:0", total, total)
         found = memory(config, 2, SIZE, room)
         assert found.get(key, (0, 0, 0, 0, 0)) == (0, 0, kept, 0, 0)
-        assert found["gradients on their way to other ranks"] == (0, 0, 4 * 200 * (1 if kept else 2), 0, 0)
+        assert found["gradients sent to other ranks"] == (0, 0, 4 * 200 * (1 if kept else 2), 0, 0)
         config.algorithm.advantage_estimator = "gae"
         assert memory(config, 2, SIZE, room).get(key) == found.get(key), "one model steps after the other"
 
@@ -78,10 +78,10 @@ def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
     found = held(4, **zero)
     assert found["weights"] == found["reference"] == (weights, ) * 5 and found["Adam state"] == (moments, ) * 5
     assert found["gradients"] == (0, 0, gradients, gradients, 0)
-    assert found.get("gradients on their way to other ranks") == ((0, 0, 4000, 0, 0) if stage else None)
+    assert found.get("gradients sent to other ranks") == ((0, 0, 4000, 0, 0) if stage else None)
     assert ("copy in the rollout engine" in found) is ("bucket of full weights" in found) is (stage == 3)
     copies = {0: None, 1: None, 2: None, 3: (0, 4 * 1000, 4 * 1000, 0, 0)}
-    assert found.get("weights gathered or cast for computing") == copies[stage]
+    assert found.get("weights gathered or cast") == copies[stage]
     assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, 0, moments, 0))
 
 
@@ -96,7 +96,7 @@ def test_zpg_divides_the_weights_once_more_within_its_group():
 
 def test_zero_gathers_in_float32_and_casts():
     zero = {"strategy": "deepspeed", "zero_stage": 3, "bf16": True, "gradient_checkpointing": True}
-    key, large = "weights gathered or cast for computing", ModelSize(10**10, 10**8, 10**9)
+    key, large = "weights gathered or cast", ModelSize(10**10, 10**8, 10**9)
     assert held(**zero)[key] == held(**zero | CRITIC)[key] == (0, 6 * 400, 6 * 400, 0, 0), "one model at a time"
     zero["gradient_checkpointing"] = False
     assert memory(build(Config, zero), 2, large, GPU)[key][2] == 4 * 1.2e9 + 2 * 10**10, "autograd keeps what is cast"
@@ -185,8 +185,9 @@ def test_a_layer_whose_temporary_is_larger_than_the_head_counts_alone():
 def test_the_table():
     size = ModelSize(GIB, GIB // 10, GIB // 5)
     lines = memory_lines(build(Config, VLLM), 2, size, Device("cuda:0", 20 * GIB, 20 * GIB))
-    rows = {line[:50].strip(): line[50:].split() for line in lines[2:]}
-    assert lines[1].split() == ["generation", "log-probs", "backward", "optimizer", "weight", "sync"]
+    rows = {line[:-48].strip(): line[-48:].split() for line in lines[2:]}
+    assert lines[1].split() == ["generation", "log-probs", "backward", "optimizer", "sync"]
+    assert max(map(len, lines)) <= 80, "a terminal breaks the lines"
     assert rows["key-value cache"] == ["8.00", "0.00", "0.00", "0.00", "8.00"]
     assert rows["together"] == ["17.34", "10.53", "14.13", "10.62", "17.84"], "1.34 and, while it sleeps, graphs"
     assert memory_lines(build(Config, {}), 2, size, GPU)[-1].endswith("(--engine_kv_mib 0)")

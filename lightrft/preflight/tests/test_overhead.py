@@ -29,15 +29,15 @@ def test_a_cpu_has_none_of_it():
 def test_contexts_and_communicators():
     """SGLang runs in a process of its own; a tensor-parallel engine has two communicators."""
     assert found(tree=SFTConfig) == {"CUDA context": (0, *(CONTEXT, ) * 3, 0)}
-    assert found(8, tree=SFTConfig)["buffers of NCCL"] == (0, *(COMMUNICATOR, ) * 3, 0)
+    assert found(8, tree=SFTConfig)["NCCL buffers"] == (0, *(COMMUNICATOR, ) * 3, 0)
     for options, contexts, communicators in (({}, 1, 1), ({"fsdp_shard_size": 4}, 1, 2), ({"engine_type":
                                                                                            "vllm"}, 1, 1),
                                              ({"engine_type": "vllm", "engine_tp_size":
                                                2}, 1, 3), ({"engine_type": "sglang", "engine_tp_size": 2}, 2, 3)):
         rows = found(8, **options)
         assert rows["CUDA context"] == (contexts * CONTEXT, ) * 5, options
-        assert rows["buffers of NCCL"] == (communicators * COMMUNICATOR, ) * 5, options
-    assert "buffers of NCCL" not in found(1)
+        assert rows["NCCL buffers"] == (communicators * COMMUNICATOR, ) * 5, options
+    assert "NCCL buffers" not in found(1)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_contexts_and_communicators():
     ])
 def test_graphs_stay_while_the_engine_sleeps(options, graphs, passes):
     rows = found(**{"engine_type": "vllm"} | options)
-    assert rows.get("CUDA graphs of the engine", (0, ) * 5) == tuple(GRAPHS * there for there in graphs)
+    assert rows.get("engine graphs", (0, ) * 5) == tuple(GRAPHS * there for there in graphs)
     first, sync = (there * (PROMPTS + STEP) for there in passes)
-    assert rows.get("passes of the engine", (0, ) * 5) == (first, 0, 0, 0, sync)
+    assert rows.get("engine passes", (0, ) * 5) == (first, 0, 0, 0, sync)
 
 
 def test_a_graph_for_every_batch_size():
@@ -64,7 +64,7 @@ def test_a_graph_for_every_batch_size():
 
 
 def test_the_hf_engine_runs_as_many_rows_as_its_cache_has_room_for():
-    row, longest = "passes and decode graph of the engine", 10 * 2 * 32 * 4 * 2048  # bytes of a sequence
+    row, longest = "engine passes", 10 * 2 * 32 * 4 * 2048  # bytes of a sequence
     batch = {"rollout_batch_size": 128, "n_samples_per_prompt": 8}
     for options, rows in (({}, 1024 // 2), ({"engine_max_seqs": 9}, 9), ({"engine_kv_mib": 8 * longest // MIB}, 8)):
         assert found(2, **batch, **options)[row] == (PROMPTS + rows * 1000 * 16, 0, 0, 0, 0), options

@@ -66,6 +66,8 @@ def test_unknown_recipe_is_an_error_that_names_the_known_ones(make_manager):
         probe(manager, [*rows(1), RewardInput("", "", label="nope", data_source="x")])
     with pytest.raises(ValueError, match="no reward recipe"):
         manager.submit([RewardInput("", "", label="nope")])
+    with pytest.raises(ValueError, match="^no reward recipe for label '' or data source ''. Remedy: name the reward"):
+        manager.submit([RewardInput("", "")])
 
 
 def test_reward_entries_replace_the_recipe_with_their_weights(make_manager):
@@ -171,11 +173,11 @@ def test_probe_refuses_a_reward_that_prefers_the_wrong_answer(make_manager):
 
 
 @pytest.mark.parametrize("wanted,warned", [("5", False), ("six", True)])
-def test_probe_tries_the_answer_alone_on_functions(wanted, warned, tmp_path, make_manager, caplog):
+def test_probe_tries_the_answer_alone_on_functions(wanted, warned, tmp_path, make_manager, capsys):
     (tmp_path / "own.py").write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n"
                                      f"    return float(solution_str == {wanted!r})\n")
     probe(make_manager(f"{tmp_path}/own.py:score"), [RewardInput("q", "", reference="5")])
-    assert ("no higher (0) than the known-bad" in caplog.text) is warned, caplog.text
+    assert ("no higher (0) than the known-bad" in capsys.readouterr().err) is warned
 
 
 def test_probe_refuses_rows_that_cannot_be_scored(make_manager):

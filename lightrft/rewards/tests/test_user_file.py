@@ -151,6 +151,7 @@ def test_none_for_the_whole_batch_is_unscored(scores):
 def test_a_traceback_is_logged(scores, caplog):
     scores("def compute_score(data_source, solution_str, ground_truth):\n    raise KeyError('where')\n")
     assert "KeyError: 'where'" in caplog.text and "mine.py\", line 2" in caplog.text, caplog.text
+    assert caplog.text.count(", line ") == 1, "frames that are not the user's"
 
 
 def test_always_hanging_is_bounded(scores):
@@ -169,11 +170,14 @@ def test_one_failing_part_leaves_the_total_unscored(make_manager, tmp_path):
     assert second.total == 2.0, second
 
 
-def test_probe_of_a_user_file(make_manager, tmp_path, caplog):
+def test_probe_of_a_user_file(make_manager, tmp_path, capsys, monkeypatch):
     row = RewardInput("q", "", reference="5")
     (tmp_path / "flat.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
     probe(make_manager(tmp_path / "flat.py"), [row])
-    assert "no higher" in caplog.text, "a warning only: it may judge something else than the answer"
+    assert "no higher" in capsys.readouterr().err, "a warning only: it may judge something else than the answer"
+    monkeypatch.setenv("RANK", "1")
+    probe(make_manager(tmp_path / "flat.py"), [row])
+    assert "no higher" not in capsys.readouterr().err, "every rank finds it: one says it"
     (tmp_path / "broken.py").write_text("def f(completions):\n    raise KeyError('where')\n")
     with pytest.raises(ValueError, match="could be scored: exception.*Remedy"):
         probe(make_manager(tmp_path / "broken.py"), [row])

@@ -79,7 +79,7 @@ def _import(path: Path) -> ModuleType:
     with CaptureException() as captured:
         spec.loader.exec_module(module)
     if captured.cause is not None:
-        raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{captured.text}")
+        raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{captured.text_below(__file__)}")
     return module
 
 
@@ -161,7 +161,7 @@ def _each(function: Callable[..., Any]) -> Scorer:
                         "extra_info": extra
                     })
                 outcome = outcome_of(result)
-            yield Outcome(None, "exception", captured.text) if captured.cause is not None else outcome
+            yield Outcome(None, "exception", captured.text_below(__file__)) if captured.cause is not None else outcome
 
     return score
 
@@ -171,7 +171,7 @@ def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput
     def once(batch: list[RewardInput]) -> list[Outcome]:
         with CaptureException() as captured:
             return outcomes_of(_call(function, arguments(batch)), len(batch))
-        return [Outcome(None, "exception", captured.text)] * len(batch)
+        return [Outcome(None, "exception", captured.text_below(__file__))] * len(batch)
 
     def score(batch: list[RewardInput]) -> Iterator[Outcome | None]:
         outcomes = once(batch)

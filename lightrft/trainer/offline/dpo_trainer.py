@@ -15,7 +15,7 @@ from lightrft.trainer.offline.offline_trainer import Batch, Loss
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
 from lightrft.trainer.offline.reference import response_sums, summed
 from lightrft.types import Experience
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import warn_of_all
 
 
 def policy_pairs(sums: Tensor, exp: Experience) -> Pairs:
@@ -48,7 +48,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
             raise DataError(f"{place_of(ties[0], split)}: a tie: neither answer is better. Remove {len(ties)} such "
                             "rows, or use --pair_policy skip")
         if ties:
-            get_logger().warning(f"{len(ties)} of {len(rows)} pairs are ties: left out")
+            warn_of_all(f"{len(ties)} of {len(rows)} pairs are ties: left out")
         return [row for row in rows if not row.tie]
 
     @property

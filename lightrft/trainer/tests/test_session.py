@@ -53,8 +53,8 @@ def test_dry_run_prints_and_leaves(home, tmp_path, capsys, no_strategy):
     assert error.value.code == 0 and not (tmp_path / "run").exists()
     assert "rollout_batch_size" in out and "flag" in out and "6 prompts" in out and "12 samples" in out
     assert f"data: 6 rows of {home}/train.jsonl (training)\n" in out
-    assert out.endswith("rewards: a stand-in for a response, its reference answer ('<think></think>\\boxed{0}'), to "
-                        f"{home}/train.jsonl, row 1: exact 1 x 1, format 1 x 0.5; total 1.5\n")
+    assert out.endswith(f"rewards: {home}/train.jsonl, row 1, answered with its reference "
+                        "('<think></think>\\boxed{0}'): exact 1 x 1, format 1 x 0.5; total 1.5\n")
 
 
 @pytest.mark.parametrize("condition,shown,total", [("== ground_truth", "0", 1), ("!= ground_truth", "<think>", 1),
@@ -66,7 +66,7 @@ def test_a_dry_run_tries_the_answer_alone_too(home, tmp_path, capsys, no_strateg
     with pytest.raises(SystemExit):
         train.main([*words(home, tmp_path / "run", reward=f"{tmp_path}/own.py:score"), "--dry_run"])
     line = capsys.readouterr().out.splitlines()[-1]
-    assert f"its reference answer ('{shown}" in line and line.endswith(f"total {total}"), line
+    assert f"answered with its reference ('{shown}" in line and line.endswith(f"total {total}"), line
 
 
 @pytest.mark.parametrize("reward,told", [

@@ -1,4 +1,5 @@
 """Nothing of an earlier run is lost."""
+from lightrft.strategy.checkpoint import back_up
 from lightrft.utils.sinks import backup_path
 
 
@@ -14,3 +15,10 @@ def test_files_and_folders_move_to_the_first_free_name(tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"{tmp_path / 'metrics.jsonl'} is of an earlier run and was renamed to metrics.2.jsonl" in said
     assert said.count("earlier run") == 4
+
+
+def test_checkpoints_that_move_are_said_once(tmp_path, caplog, capsys):
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    assert back_up(tmp_path / "checkpoints") == tmp_path / "checkpoints.1"
+    said = caplog.text + capsys.readouterr().err
+    assert "were moved to" in said and "earlier run" not in said

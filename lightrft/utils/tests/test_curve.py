@@ -70,7 +70,8 @@ def runs():
     one = {"step": 1, "reward/mean": -3.0, "policy/entropy": 1e-9, "rollout/response_len/mean": 16384.0}
     sft = [{"step": 10**6 + i, "sft/loss": 1 / (i + 1), "eval/loss": 123456.0} for i in range(3)]
     return {"suites": [*rows(), {"step": 40} | suites], "one": [one], "sft": sft,
-            "start": [{"step": 0, "eval/all/pass@1": 0.0}]}  # yapf: disable
+            "start": [{"step": 0, "eval/all/pass@1": 0.0}], "bad": [{"step": 1, "reward/mean": 0.0, "reward/a/mean": None,
+            "reward/b/mean": None, "policy/kl_ref": -1.0}]}  # yapf: disable
 
 
 @pytest.mark.parametrize("name", runs())
@@ -90,6 +91,7 @@ def test_labels_do_not_overlap_and_axes_contain_the_data(name):
         for line in axes.lines:
             for values, (low, high) in zip(line.get_data(), (axes.get_xlim(), axes.get_ylim())):
                 assert all(low <= value <= high for value in values), axes.get_title()
+        assert axes.get_ylim()[0] <= 0 <= axes.get_ylim()[1], axes.get_title()
         if axes.get_title() == ACCURACY:
             assert axes.get_ylim()[0] == pytest.approx(0, abs=0.05) and axes.get_ylim()[1] == pytest.approx(1, abs=0.05)
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
@@ -118,6 +120,12 @@ def test_smoothing_keeps_lines_straight():
     line = [0.5 * i for i in range(60)]
     assert max(abs(a - b) for a, b in zip(_smooth(line), line)) < 1e-9
     assert _smooth([1.0]) == [1.0]
+
+
+def test_a_single_step_is_no_turn():
+    values = [1.0] * 59 + [2.0]
+    assert _smooth(values)[-1] < 1.4, "the line ends at the last step, whatever its noise"
+    assert _smooth([5.0, *values])[0] == 5.0, "the start of a run is no noise"
 
 
 def test_matplotlib_is_loaded_only_to_draw():

@@ -6,11 +6,12 @@ import pytest
 
 CODE = """
 import time
-from lightrft.utils.logging import get_logger
+from lightrft.utils.logging import get_logger, warn_of_all
 from lightrft.utils import progress as module
 module.LOG_INTERVAL_S = 0.0
 get_logger().info("fact")
 get_logger().warning("worry")
+warn_of_all("worry of all")
 get_logger().info("  row", extra={"plain": True})
 for _ in module.progress(range(3), "training"):
     time.sleep(0.01)
@@ -30,7 +31,8 @@ def output(**environment):
 def test_rank_0_says_everything():
     text = output()
     lines = text.splitlines()
-    assert lines[0].endswith(" fact") and lines[1].endswith(" WARNING: worry") and lines[2] == "  row"
+    assert lines[0].endswith(" fact") and lines[1].endswith(" WARNING: worry") and lines[3] == "  row"
+    assert lines[2].endswith(" WARNING: worry of all")
     assert "training: 100%" in text and "3/3" in text and "warming up:  43%" in text and "\r" not in text, text
 
 
@@ -41,4 +43,4 @@ def test_other_ranks_only_warn():
 
 @pytest.mark.parametrize("level,count", [("ERROR", 0), ("WARNING", 1)])
 def test_the_level_can_be_set(level, count):
-    assert output(LIGHTRFT_LOG_LEVEL=level).count("worry") == count
+    assert output(LIGHTRFT_LOG_LEVEL=level).count(": worry\n") == count

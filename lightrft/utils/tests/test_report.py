@@ -54,7 +54,7 @@ def test_long_runs_are_thinned(tmp_path, monkeypatch):
     assert kept == list(range(0, 33, 4)), "the newest stays, the others are spread evenly"
     assert data["mean_of"] == 3 and len(data["x"]) == 667 and data["x"][:2] == [3, 6] and data["x"][-1] == 2001
     assert data["y"]["reward/mean"][0] == 0.2 and data["y"]["policy/lr"][0] is None and data["steps"] == 2001
-    assert data["phases"] == {"rollout": 2001.0}
+    assert data["time"] == "33 min 21 s (rollout 100%)"
 
 
 def test_a_page_under_way_is_written_at_a_bounded_rate(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 import pytest
 
 from lightrft.utils import run_summary
-from lightrft.utils.run_summary import Change, duration, RunSummary, summary_lines
+from lightrft.utils.run_summary import Change, duration, RunSummary, shares, summary_lines
 
 
 def rows():
@@ -40,9 +40,15 @@ def test_the_lines_are_plain_without_a_terminal_and_coloured_on_one(monkeypatch)
     assert [line.split() for line in lines[:2]] == [
         ["before", "after", "best", "measured"],
         ["eval/all/pass@1", "0.25", "0.5", "0.75", "(step", "10)", "step", "0", "->", "20"]]  # yapf: disable
-    assert lines[3:] == ["time    1 min 20 s: rollout 75 %, eval 25 %", "tokens  2,000", "model   runs/[a]/hf"]
+    assert lines[3:] == ["time    1 min 20 s: rollout 75%, eval 25%", "tokens  2,000", "model   runs/[a]/hf"]
     monkeypatch.setattr(run_summary, "screen", lambda: (60, True))
     assert "\x1b[1m" in "".join(summary_lines(summary, {}))
+
+
+def test_short_phases_are_one():
+    phases = {"rollout": 60.0, "update_other": 14.0, "eval": 10.0, "other": 9.0, "log": 4.0, "gather": 3.0}
+    assert shares(RunSummary(1, [], phases, 0, {})) == "rollout 60%, eval 10%, other 30%"
+    assert shares(RunSummary(0, [], {}, 0, {})) == ""
 
 
 def test_unscored_responses_are_counted_by_cause():
