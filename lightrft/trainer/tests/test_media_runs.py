@@ -137,6 +137,8 @@ def test_a_picture_that_is_gone_costs_its_thumbnail_alone(straight, tmp_path, ca
     (key, ) = store.register([find_medium(str(file), "image", MediaRules(root=tmp_path), "row 1")])
     recorder = SampleRecorder(tmp_path, trainer.strategy, trainer.tokenizer, True, store)
     assert recorder._shown(key).startswith("data:image/jpeg")
+    (video, ) = store.register([find_medium([str(file)] * 2, "video", MediaRules(root=tmp_path), "row 1")])
+    assert recorder._shown(video) == recorder._shown(key), "of a video its first frame"
     file.unlink()
     assert recorder._shown(key) == "image" and f"no picture for {key}: row 1: " in caplog.text
 
