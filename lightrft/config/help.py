@@ -1,5 +1,6 @@
 """Levels of ``--help``: the options that most people set, all, those of a group, and one option with its details."""
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from shutil import get_terminal_size
@@ -12,7 +13,9 @@ from lightrft.config.options import Option, in_words, show
 from lightrft.config.tree import RESERVED, groups, options
 from lightrft.utils.errors import did_you_mean
 
-HELP = "show the most common options; with WHAT (all, a GROUP or the name of an option) show those"
+HELP = ("show the most common options; with WHAT (all, a GROUP, the name of an option, or a word such as video) show "
+        "those")
+SHORTEST = 3  # letters of a word that is looked up in descriptions
 PACKAGE = __package__.partition(".")[0] + "."
 
 
@@ -59,16 +62,23 @@ class HelpAction(argparse.Action):
 
 
 def _selected(what: str, tree: type) -> set[str]:
-    """Return the names of the options that a page shows; the short page has those of plugins too."""
+    """Return the names of the options that a page shows; the short page has those of plugins too. What is no group is
+    the start of a word in names or descriptions."""
     known = options(tree)
     if what in ("", "all"):
         return {name for name, option in known.items() if what or option.common or not option.owner.startswith(PACKAGE)}
-    return {name for name, option in known.items() if option.group == what}
+    if group := {name for name, option in known.items() if option.group == what}:
+        return group
+    said = re.compile(rf"\b{re.escape(what.lower())}")
+    foreign = len(what) < SHORTEST or refusal(what, [*known])
+    return set() if foreign else {
+        name for name, option in known.items() if said.search(f"{name.replace('_', ' ')} {option.help}".lower())
+    }
 
 
 def _further(tree: type, left: int) -> str:
     text = (f"{left} further options: --help all. Those of a group: --help GROUP, of {', '.join(groups(tree))}. "
-            "One of them: --help NAME. Options of a plugin: add --plugin MODULE.")
+            "One of them: --help NAME. Those about something: --help WORD. Options of a plugin: add --plugin MODULE.")
     return f"\n{fill(text, _columns())}\n"
 
 

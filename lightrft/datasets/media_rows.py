@@ -19,6 +19,7 @@ COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": 
 _PLACEHOLDER = re.compile(f"<({'|'.join(KINDS)})>")
 _TYPES = {f"{prefix}{kind}{suffix}": kind for kind in KINDS
           for prefix, suffix in (("", ""), ("", "_url"), ("input_", ""))}  # yapf: disable
+_OBJECTS = ("<ref-object>", "<bbox>")  # of ms-swift
 _PAYLOADS = ("url", "path", "bytes", "base64", "data", "array")  # other names of what a part of a content list holds
 
 
@@ -75,7 +76,7 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: 
         MediaError: as there, under ``--media_policy error``.
         DataError: no row is left.
     """
-    for notice in other_kinds(cfg):
+    for notice in (*other_kinds(cfg), *plain_marks(rows, chats, cfg, takes)):
         warn_of_all(notice)
     rules, errors = MediaRules.of(cfg), []
     of_file = lru_cache(rules.for_rows_of)
@@ -156,6 +157,7 @@ def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
     A text that goes into no chat has no turns, and no position for media. For a model that takes text only, a content
     that is neither text nor a list (the result of a tool) is left to the template.
     """
+    _check_objects(row, messages, where)
     marks = [kind for kind in KINDS if any(name in row for name in _columns(kind, cfg))]
     contents = [message.get("content") for message in messages]
     turns = [list(_parts(content, marks, where)) if takes or isinstance(content, (str, list)) else []
@@ -173,6 +175,18 @@ def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
             raise MediaError(f"{where}: the column {_column(row, kind, cfg)!r} holds media of kind {kind}, and a text "
                              "prompt that is not rendered as a chat cannot hold them. Write the row as messages")
     return turns, listed
+
+
+def _check_objects(row: Row, messages: list[Message], where: str) -> None:
+    """Refuse a row whose texts have ms-swift's placeholders of names and coordinates.
+
+    Raises:
+        MediaError: it has some.
+    """
+    mark = next((mark for mark in _OBJECTS for turn in messages if mark in _words(turn)), None)
+    if mark is not None and row.get("objects"):
+        raise MediaError(f"{where}: {mark} in a text stands for a name or coordinates in the column 'objects', which is "
+                         "not read: each model writes coordinates in its own form. Write them in the text")
 
 
 def _flags(takes: Sequence[str]) -> str:
@@ -239,6 +253,25 @@ def other_kinds(cfg: MediaConfig) -> Iterator[str]:
     for kind, key in _keys_of_options(cfg).items():
         if (other := _kind_in(key, kind)) != kind:
             yield f"--{kind}s_key {key}: the column {key!r} holds media of kind {other}, and is read as --{other}s_key"
+
+
+def plain_marks(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: Sequence[str]) -> Iterator[str]:
+    """Yield a notice for each kind whose placeholders are plain words in rows, although the model takes that kind."""
+    for kind in takes:
+        columns = _columns(kind, cfg)
+        found = [i for i, (row, chat) in enumerate(zip(rows.rows, chats)) if not any(name in row for name in columns)
+                 and any(f"<{kind}>" in _words(turn) for turn in chat)]  # yapf: disable
+        if found:
+            yield (f"{rows.where(found[0])}: <{kind}> in {len(found)} of {len(rows)} rows is read as plain words, because "
+                   f"the row has no column {' or '.join(columns)} (it has {', '.join(rows.rows[found[0]])}). If it "
+                   f"stands for a medium, name its column with --{kind}s_key")
+
+
+def _words(message: Message) -> str:
+    """Return the texts of a message."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    return "".join(str((part.get("text") if isinstance(part, dict) else part) or "") for part in parts)
 
 
 def _values(value: Any) -> list[Any]:

@@ -76,6 +76,7 @@ class MediaStore:
         takes: kinds of media that the model takes; rows with others are refused.
 
     Attributes:
+        media: those of the rows, by key.
         decoded: media decoded so far.
         most: most media of each kind in one row that a data set keeps; the same on all ranks.
         disk: keeps processed media for other ranks and runs; None: nothing does.
@@ -97,7 +98,7 @@ class MediaStore:
         self.decoded = 0
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
-        self._media, self._kept = dict[str, Medium](), set[str]()
+        self.media, self._kept = dict[str, Medium](), set[str]()
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, attrgetter("nbytes"), least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
@@ -113,12 +114,12 @@ class MediaStore:
         found = tuple(media)
         several = self.single.by_number and sum(one.kind == "image" for one in found) > 1
         keys = tuple(one.key + _SEVERAL * (several and one.kind == "image") for one in found)
-        self._media.update(zip(keys, found))
+        self.media.update(zip(keys, found))
         return keys
 
     def adopt(self, other: "MediaStore", keys: Iterable[str]) -> tuple[str, ...]:
         """Make the media of one row known that ``other``, the store of another model, has under ``keys``."""
-        return self.register(other._media[key] for key in keys)
+        return self.register(other.media[key] for key in keys)
 
     def keep(self, rows: Iterable[tuple[str, ...]]) -> None:
         """Count the media of the rows that a data set keeps, for :attr:`most`; forget those that no data set keeps."""
@@ -126,17 +127,17 @@ class MediaStore:
             self._kept.update(keys)
             for kind, count in Counter(key.partition(":")[0] for key in keys).items():
                 self.most[kind] = max(count, self.most.get(kind, 0))
-        for key in self._media.keys() - self._kept:
-            del self._media[key]
+        for key in self.media.keys() - self._kept:
+            del self.media[key]
             self._texts.pop(key, None)
 
     def try_first(self) -> str | None:
         """Process the first medium of the rows; return its kind and its place, None without any."""
-        key = next(iter(self._media), None)
+        key = next(iter(self.media), None)
         if key is None:
             return None
         self.tensors(key)
-        return f"{key.partition(':')[0]} of {self._media[key].where}"
+        return f"{key.partition(':')[0]} of {self.media[key].where}"
 
     def check_downloads(self, keys: Iterable[str]) -> None:
         """Compare the downloads of all ranks: by one hash, unless they differ. A collective.
@@ -144,7 +145,7 @@ class MediaStore:
         Raises:
             DataError: names a URL that gave different bytes to two ranks.
         """
-        urls = {medium.key: medium for key in keys for medium in _addresses(self._media[key])}
+        urls = {medium.key: medium for key in keys for medium in _addresses(self.media[key])}
         own = [(key, self.rules.downloads.get(key)) for key in sorted(urls)]
         if len({*self.gather(hashlib.blake2b(repr(own).encode(), digest_size=16).digest())}) == 1:
             return
@@ -198,8 +199,8 @@ class MediaStore:
             found = next((token for token in self.tokens if token in text), None)
             if found is not None:
                 raise MediaError(f"{where}: a text holds {found}, which this model reads as a picture, video or sound: "
-                                 f"{shorten(text)}. Write one <image>, <video> or <audio> per medium of the row, and "
-                                 f"do not write {found} yourself")
+                                 f"{shorten(text)}. Write one <image>, <video> or <audio> per medium of the row and no "
+                                 f"{found}, or leave such rows out with --media_policy skip")
 
     def open(self, key: str) -> Decoded:
         """Decode the medium ``key``, in a size within the limits, unless :meth:`decode_ahead` did.
@@ -244,11 +245,11 @@ class MediaStore:
         return medium
 
     def _open(self, key: str) -> Decoded:
-        if key not in self._media:
+        if key not in self.media:
             raise UserError(f"no row of this run's data has the medium {key}: the ranks read different data")
         with self._lock:
             self.decoded += 1
-        medium = decode(self._media[key], self.rules, self.single.rate)
+        medium = decode(self.media[key], self.rules, self.single.rate)
         if isinstance(medium, Image.Image):
             return resized(medium, *self.pixels)
         if isinstance(medium, Video):
@@ -288,7 +289,7 @@ class MediaStore:
             self.prefetch(key for key in keys if key not in self._texts)
 
     def _text_of_header(self, key: str) -> str | None:
-        medium = self._media[key]
+        medium = self.media[key]
         if medium.kind != "image" or key.endswith(_SEVERAL):
             return None
         height, width = image_size(medium, self.rules)
@@ -302,11 +303,11 @@ class MediaStore:
         """Remember a text; most media of a run have one of few."""
         known = self._texts.setdefault(key, self._distinct.setdefault(text, text))
         if known != text:
-            raise UserError(f"{self._media[key].where}: the processor makes {len(text)} characters of it, and said "
+            raise UserError(f"{self.media[key].where}: the processor makes {len(text)} characters of it, and said "
                             f"{len(known)} for its size. Read all media at the start: --media_check all")
 
     def _refused(self, key: str, error: Exception, remedy: str = "Change or remove the row") -> MediaError:
-        return MediaError(f"{self._media[key].where}: the processor of the model refuses it: {first_line(error)}. "
+        return MediaError(f"{self.media[key].where}: the processor of the model refuses it: {first_line(error)}. "
                           f"{remedy}")
 
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -348,7 +349,7 @@ class MediaStore:
     def _made(self, key: str) -> MediaTensors:
         """Make the tensors of a medium, from the disk where they are."""
         disk = self.disk
-        path = disk.path(key, self._media[key]) if disk is not None and key in self._media else None
+        path = disk.path(key, self.media[key]) if disk is not None and key in self.media else None
         if disk is None or path is None:
             return self._processed(key)
         made = disk.read(path)

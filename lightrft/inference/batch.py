@@ -50,7 +50,8 @@ def _generated(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles
     prompts: Sequence[Prompt] = _of_iteration(config, data)
     with _scorers(config, strategy, model.media) as rewards:
         files = _open_files(config, strategy, content_of(prompts))
-        return files, generate(model, prompts, files, rewards, config.seed)
+        return files, generate(model, prompts, files, rewards, config.seed,
+                               config.out.with_name(f"{config.out.name}.media"))
 
 
 def _scored(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:

@@ -66,7 +66,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
         files = RowFiles(folder, known, strategy)
         todo = len(prompts) - len(files.done) - len(files.unscored)
         get_logger().info(f"{path}: {todo} of {len(prompts)} prompts to answer")
-        return files, generate(model, prompts, files, rewards, config.seed)
+        return files, generate(model, prompts, files, rewards, config.seed, config.folder / "media")
 
 
 def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Measure]) -> None:

@@ -1,13 +1,13 @@
 """Batch inference: responses of an engine to many prompts, scored, written as soon as they are."""
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import Row, RowFiles
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.samples import Response, reward_input, sample_seed, to_samples
@@ -108,13 +108,13 @@ class BatchGenerator:
     change a response.
 
     Args:
-        keep: columns of the rows of the data that the output has too.
+        media: writes the media of the prompts.
     """
 
     def __init__(self, strategy: StrategyBase, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase,
-                 sampling: SamplingParams, n: int, seed: int, keep: Sequence[str] = ()) -> None:
+                 sampling: SamplingParams, n: int, seed: int, media: MediaColumns) -> None:
         self.strategy, self.engine, self.tokenizer = strategy, engine, tokenizer
-        self.sampling, self.n, self.seed, self.keep = sampling, n, seed, keep
+        self.sampling, self.n, self.seed, self.media = sampling, n, seed, media
 
     def run(self, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None) -> bool:
         """Answer the prompts that ``files`` does not have; a collective.
@@ -152,21 +152,11 @@ class BatchGenerator:
         writer.drain()
 
     def row(self, sample: Sample) -> Row:
-        """Return the row of a response. With media the prompt is there as messages too, with the columns ``keep``."""
+        """Return the row of a response. With media the prompt is there as messages too, with their columns."""
         prompt = sample.prompt
         found: Row = {"input": prompt.text, "output": sample.text, "prompt_id": prompt.uid, "sample": sample.index,
                       "tokens": sample.response_len, "finish_reason": sample.finish_reason}  # yapf: disable
         if prompt.media:
-            found |= {"prompt": prompt.messages or prompt.text, **kept(prompt.columns, self.keep)}
+            found |= {"prompt": prompt.messages or prompt.text, **self.media.of(prompt.media)}
         facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
         return found | {name: value for name, value in facts.items() if value not in (None, "")}
-
-
-def kept(columns: dict[str, Any], names: Sequence[str]) -> Row:
-    """Return the columns ``names``, as far as JSON can hold them: paths and URLs of media, but not their bytes."""
-    found = {}
-    for name in names:
-        values = columns.get(name)
-        if values and all(isinstance(value, str) for value in (values if isinstance(values, list) else [values])):
-            found[name] = values
-    return found

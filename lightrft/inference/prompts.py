@@ -14,6 +14,7 @@ from lightrft.config.schema import Config
 from lightrft.config.tree import flatten, options
 from lightrft.inference.generation import BatchGenerator, score_again
 from lightrft.inference.loading import LoadedModel
+from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import Row, RowFiles
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
@@ -75,25 +76,27 @@ def check_scored(rows: Sequence[Row], name: str) -> None:
         get_logger().warning(text)
 
 
-def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None,
-             seed: int) -> bool:
+def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None, seed: int,
+             media: Path) -> bool:
     """Answer and score the prompts that ``files`` does not have, and score again what it has without a score.
 
     The engine starts only if a prompt has no answer. A collective.
 
+    Args:
+        media: folder for the media that the data holds as bytes.
+
     Returns:
         False if a stop request has ended it early.
     """
-    rollout, data = model.config.rollout, model.config.data
-    sampling = sampling_params(rollout, model.tokenizer)
-    media_columns = (data.images_key, data.videos_key, data.audios_key)
+    rollout = model.config.rollout
+    sampling, samples = sampling_params(rollout, model.tokenizer), rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):
         return going
     engine = model.start()
     try:
-        return BatchGenerator(model.strategy, engine, model.tokenizer, sampling, rollout.n_samples_per_prompt, seed,
-                              media_columns).run(prompts, files, rewards)
+        return BatchGenerator(model.strategy, engine, model.tokenizer, sampling, samples, seed,
+                              MediaColumns(model.media, media)).run(prompts, files, rewards)
     finally:
         engine.shutdown()
 

@@ -115,8 +115,8 @@ class SampleRecorder:
     """Appends records to ``samples.jsonl``: groups of training prompts, and groups of held-out prompts.
 
     A record is made in about ``RECORDS`` steps of a run, so its cost and the size of the file are bounded. Training
-    prompts are chosen by a hash of their uid, so those of one epoch are chosen again in the next. Pictures are recorded
-    as thumbnails; of other media only the kind is recorded.
+    prompts are chosen by a hash of their uid, so those of one epoch are chosen again in the next. Pictures and the
+    first frames of videos are recorded as thumbnails; of a sound only its kind is recorded.
     """
 
     def __init__(self, folder: Path, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, enabled: bool,
@@ -172,13 +172,14 @@ class SampleRecorder:
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
 
     def _shown(self, key: str) -> str:
-        """Return a picture as a small JPEG in a data URL; of another medium, and of a picture that cannot be read any
-        more, its kind."""
+        """Return a picture, or the first frame of a video, as a small JPEG in a data URL; of a sound, and of what
+        cannot be read any more, its kind."""
         kind = key.partition(":")[0]
-        if kind != "image" or self.media is None:
+        if kind == "audio" or self.media is None:
             return kind
         try:
-            picture, file = self.media.open(key).copy(), BytesIO()
+            medium, file = self.media.open(key), BytesIO()
+            picture = (medium.frames[0] if kind == "video" else medium).copy()
             picture.thumbnail((THUMBNAIL, THUMBNAIL))
             picture.save(file, "JPEG", quality=80)
         except (UserError, OSError, ValueError, MemoryError) as error:

@@ -18,7 +18,7 @@ from lightrft.datasets.decoding import decode
 from lightrft.datasets.loader import check_batch
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
 from lightrft.datasets.media_prompts import with_media
-from lightrft.datasets.media_rows import count_media, find_row_media
+from lightrft.datasets.media_rows import count_media, find_row_media, plain_marks
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
@@ -251,6 +251,7 @@ def _opened(rows: Rows, chats: list[list[Message]], cfg: DataConfig, model: str 
     """Compare the kinds of media of all rows with those that ``model`` takes, and decode those of the first row that
     has some; add the most of a row to ``most``."""
     takes, refused, seen = _takes(model), list[MediaError](), False
+    yield from (f"warning: {notice}" for notice in plain_marks(rows, chats, cfg, takes))
     for i, chat in enumerate(chats):
         try:
             count = count_media(rows.rows[i], cfg, chat, rows.where(i), takes)

@@ -241,6 +241,12 @@ def test_the_help_of_a_group_and_of_one_option(capsys: pytest.CaptureFixture[str
     assert re.search("off +--no_engine_sleep", help_of(capsys, "--help", "engine_sleep"))
 
 
+@pytest.mark.parametrize("word", ["pictures", "video", "media", "Tower"])
+def test_the_help_of_a_word(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.findall(r"^  --(\w+)", help_of(capsys, "--help", word), re.MULTILINE)[4:]
+    assert {"Tower": "cache_features", "media": "media_root"}.get(word, "fps") in found and "eps_clip" not in found
+
+
 @pytest.mark.parametrize("what,said", [
     ("rolout", "--help rolout: no such option or group (did you mean rollout?); --help all"),
     ("epsclip", "(did you mean eps_clip?)"),

@@ -131,7 +131,7 @@ def test_rows_that_are_left_out_count_for_nothing(tokenizer, store):
             found = data(replace(cfg, train_data=[rows]).as_data_config(), tokenizer, 100, media=store)
         else:
             found = data(replace(cfg, train_data=[rows], max_len=100), tokenizer, media=store)
-        assert len(found) == 2 and store.most == {"image": 1} and len(store._media) == 2, data.__name__
+        assert len(found) == 2 and store.most == {"image": 1} and len(store.media) == 2, data.__name__
 
 
 def test_broken_media_stop_the_run_or_are_counted(tokenizer, store, caplog):
@@ -212,7 +212,7 @@ def test_the_store_keeps_what_it_has_room_for(folder, tokenizer, store):
     assert store.decoded == before, "both were in the cache"
     size = sum(tensor.nbytes for tensor in store.tensors(first).tensors.values())
     tight = open_store(str(folder), tokenizer, DataConfig(media_cache_mib=0))
-    tight.register(store._media.values())
+    tight.register(store.media.values())
     tight.prefetch([second])
     assert not tight._ahead, "nothing is processed ahead without a cache"
     tight.tensors(first), tight.tensors(second), tight.tensors(first)
@@ -315,7 +315,7 @@ def test_headers_are_enough_for_lengths(folder, tokenizer, store):
         with pytest.raises(MediaError, match=message):
             prompts([ask("<image>?", broken)], tokenizer, quick)
     quick._texts[key] = "x"
-    quick._media[key] = quick._media[found[0].media[0]]
+    quick.media[key] = quick.media[found[0].media[0]]
     with pytest.raises(UserError, match="--media_check all"):
         quick.tensors(key)
 

@@ -54,6 +54,19 @@ def test_placeholders_of_kinds_without_a_column_are_words():
             find(ask("Is <image> a tag?", images=empty))
 
 
+def test_placeholders_of_media_in_a_column_of_an_unknown_name(capsys):
+    """The run does not fail, because they may be words; it says which column to name."""
+    chats = [ask("<image>Q")["prompt"], ask([{"type": "image", "image": RED}])["prompt"], ask("Q")["prompt"]]
+    rows = Rows([{"prompt": chat, "picture": RED} for chat in chats], [("memory:1", i) for i in (1, 2, 3)])
+    find_media(rows, chats, MediaConfig())
+    told = "memory:1, row 1: <image> in 1 of 3 rows is read as plain words, because the row has no column images or image"
+    printed = capsys.readouterr().err
+    assert f"{told} (it has prompt, picture)" in printed and "with --images_key" in printed
+    find_media(rows, chats, MediaConfig(images_key="picture"))
+    find_media(rows.pick([0, 2]), chats[::2], MediaConfig(), takes=())
+    assert capsys.readouterr().err == ""
+
+
 # -- rows that are known ----------------------------------------------------------------------------------------------
 def test_verl_placeholders_in_several_turns_and_a_system_prompt():
     row = {
@@ -165,6 +178,8 @@ def test_other_keys_of_a_turn_stay():
     (ask([["Q"]], image=RED), "a message holds list"),
     (ask([{"type": ["image"]}]), "object of type, which is no text"),
     (ask(7, image=RED), "a message holds 7"),
+    (ask("<image>Find <ref-object>: <bbox>", images=[RED], objects={"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}),
+     "<ref-object> in a text .* the column 'objects', which is not read.* Write them in the text"),
 ])  # yapf: disable
 def test_rows_that_do_not_fit(row, message):
     with pytest.raises(MediaError, match=f"^rows.jsonl, row 3: .*{message}"):

@@ -1,4 +1,7 @@
 """Reward models that see or hear, in a run and in batch inference: their own processor, template and numbers."""
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,8 +11,11 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.rm_schema import JudgeDataConfig, RMConfig
 from lightrft.config.schema import DataConfig, RewardConfig
 from lightrft.datasets.judgements import judge_format, JudgementDataset
+from lightrft.datasets.media import find_medium
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import hold_rows
+from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.inference.media_columns import MediaColumns
 from lightrft.models.loader import load_scorer
 from lightrft.models.reward_model import JUDGE
 from lightrft.models.tokenizer import load_tokenizer
@@ -77,6 +83,7 @@ def test_a_run_has_the_numbers_of_the_evaluation(sees, tmp_path):
     done = runs.run(tmp_path, tmp_path / "run", reward_pretrain=[path], save_trajectories=True, **options)
     asked = {f"0:{row['id']}": row for row in media_runs.rows("image")}
     made = [row | {"uid": row["prompt_id"], "response": row["output"]} for row in answers(tmp_path, path, options)]
+    check_media_columns(tmp_path, made, options)
     rollout, batch = ([row for row in rows if row["reward"] is not None and row["response"].strip()]
                       for rows in (done.rollout(1), made))
     assert len(rollout) >= 12 and len(batch) >= 6, "a response may have drawn the token of a picture"
@@ -99,6 +106,24 @@ def answers(folder, scorer, options):
     generate(parse_config([], defaults=given | {"output_path": str(folder / "out.jsonl")}, tree=GenerateConfig),
              exits=False)
     return runs.read_lines(folder / "out.jsonl")
+
+
+def check_media_columns(folder, made, options):
+    """Training on the output reads the media of the prompts, which the data held as bytes, without an option."""
+    asked = {f"0:{row['id']}": len(row["images"]) for row in media_runs.rows("image")}
+    assert [len(row.get("images", ())) for row in made] == [asked[row["prompt_id"]] for row in made]
+    whole, store, cfg = read_prompts(folder / "model", media_runs.rows("image"), options["chat_template"])
+    output = replace(cfg, prompt_data=[str(folder / "out.jsonl")], apply_chat_template=False)
+    again = SFTDataset(output, load_tokenizer(str(folder / "model"), options["chat_template"]), 500, media=store)
+    assert [row.media for row in again][::2] == [prompt.media for prompt in whole] and whole[0].media
+    for row, prompt in zip([*again][::2], whole):
+        assert row.token_ids[:len(prompt.token_ids)] == prompt.token_ids
+    assert len([*(folder / "out.jsonl.media").iterdir()]) == 3, "one file for each content"
+    columns = MediaColumns(store, folder / "other")
+    found = columns.of(whole[0].media)["images"]
+    assert [Path(one).is_absolute() for one in found] == [True] and not columns.folder.exists()
+    video = find_medium([media_runs.picture(0)], "video", store.rules, "row 1")
+    assert columns.of(store.register([video])) == {"videos": [[f"other/{video.source[0].key.replace(':', '_')}"]]}
 
 
 def test_sounds_are_heard(tmp_path):

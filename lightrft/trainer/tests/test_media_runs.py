@@ -137,6 +137,8 @@ def test_a_picture_that_is_gone_costs_its_thumbnail_alone(straight, tmp_path, ca
     (key, ) = store.register([find_medium(str(file), "image", MediaRules(root=tmp_path), "row 1")])
     recorder = SampleRecorder(tmp_path, trainer.strategy, trainer.tokenizer, True, store)
     assert recorder._shown(key).startswith("data:image/jpeg")
+    (video, ) = store.register([find_medium([str(file)] * 2, "video", MediaRules(root=tmp_path), "row 1")])
+    assert recorder._shown(video) == recorder._shown(key), "of a video its first frame"
     file.unlink()
     assert recorder._shown(key) == "image" and f"no picture for {key}: row 1: " in caplog.text
 
@@ -296,6 +298,9 @@ def test_a_dry_run_reads_the_pictures(home, options, tmp_path):
     rows = media_runs.rows("image")
     config = config_of(home, tmp_path, **options, reward=["format"])
     assert any(line.startswith("media: image of memory:") and "can be read" in line for line in try_inputs(config))
+    named = [{"prompt": row["prompt"], "picture": row["images"], "reference": "1"} for row in rows]
+    config.data.prompt_data = [hold_rows(named)]
+    assert any("<image> in 3 of 4 rows is read as plain words" in line for line in try_inputs(config))
     broken = rows[0] | {"images": [{"bytes": rows[0]["images"][0]["bytes"][:100], "path": None}]}
     with pytest.raises(UserError, match="row 1: image of 100 bytes"):
         options = options | {"prompt_data": [hold_rows([broken])]}
