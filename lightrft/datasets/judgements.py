@@ -94,13 +94,21 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
     first, last = (rejected, chosen) if second else (chosen, rejected)
     right = TIE if tie else int(second)
     names = {"chosen": NAMES[second], "rejected": NAMES[not second]}
-    said = _filled(str(row.get(cfg.judgement_key) or ""), names)
+    said = _filled(_said(row, cfg.judgement_key, where), names)
     if not verdict(said):
         said = f"{said}\n<answer>{ANSWERS[right]}</answer>".lstrip()
     if verdict(said) != ANSWERS[right]:
         raise DataError(f"{where}: the judgement ends with {verdict(said)!r}, and {ANSWERS[right]!r} is right in this "
                         "order. Write {chosen} and {rejected} for the names of the candidates")
     return Judgement(request(judge_format(cfg).instruction, prompt, first, last), said, right, media)
+
+
+def _said(row: Row, key: str, where: str) -> str:
+    """Return the judgement of a row, empty without one."""
+    said = row.get(key)
+    if not isinstance(said, str) and not missing(said):
+        raise DataError(f"{where}: the column {key!r} is {said!r}: expected a text. Correct or remove it")
+    return said if isinstance(said, str) else ""
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -111,6 +119,10 @@ def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = F
     """Return the turns of a column, or the ``last`` one alone, as text without the tokens ``ends`` behind it."""
     value = row.get(name)
     turns = [] if isinstance(value, str) or missing(value) else to_messages(value, where)
+    if last and turns and turns[-1]["role"] != "assistant":
+        raise DataError(
+            f"{where}: {name} ends with a turn of {turns[-1]['role']!r}: the candidate is the last turn, of "
+            "'assistant'. Complete or remove the row")
     contents = [turn["content"] for turn in (turns[-1:] if last else turns)]
     if any(isinstance(part, dict) and part.get("type", "text") != "text"
            for content in contents if isinstance(content, list) for part in content):  # yapf: disable

@@ -84,6 +84,7 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
         raise PairError(f"{where}: the chosen and the rejected answer are equal. Remove the row, mark it with 'tie': "
                         "true, or use --pair_policy skip")
     _check(texts, row, where)
+    _check_asked(texts[0], row, cfg, where)
     return PairRecord(*texts, margin, tie, _heads(row, where))
 
 
@@ -101,6 +102,17 @@ def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
     if missing(prompt) if isinstance(prompt, str) else all(map(silent, prompt)):
         raise PairError(f"{where}: the row has no prompt (it has {', '.join(row)}), and its answers do not begin with "
                         f"one. Name its column with --prompt_key. {_REMEDY}")
+
+
+def _check_asked(prompt: Answer, row: Row, cfg: PairDataConfig, where: str) -> None:
+    """Raise a :class:`PairError` for turns of the column of prompts that whole chats with their own ``prompt`` lack."""
+    asked = row.get(cfg.prompt_key)
+    if isinstance(asked, list) and not missing(row.get(cfg.chosen_key)):
+        lost = [turn for turn in to_messages(asked, where) if turn not in prompt]
+        if lost:
+            raise PairError(f"{where}: the answers are whole chats without the turn of {lost[0]['role']!r} in the "
+                            f"column {cfg.prompt_key!r}. Write the prompt in one of both, remove the row, or use "
+                            "--pair_policy skip")
 
 
 def is_tie(row: Row, where: str) -> bool:

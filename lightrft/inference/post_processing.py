@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lightrft.datasets.records import missing
 from lightrft.inference.row_files import Row
 from lightrft.utils.errors import UserError
 
@@ -96,11 +97,15 @@ def post_process(name: str, rows: list[Row], template: str, wish: str = "") -> t
 
 
 def _groups(rows: Iterable[Row], counts: Counts) -> Iterable[list[Row]]:
-    """Group the scored responses by prompt, in the order of the first; the same response is taken once."""
+    """Group the scored responses by prompt, in the order of the first; the same response is taken once, and one without
+    text, from which no trainer learns, never."""
     groups: dict[Any, dict[str, Row]] = {}
     for row in rows:
         if row.get("reward") is None or not math.isfinite(row["reward"]):
             counts["unscored responses"] += 1
+            continue
+        if missing(row["output"]):
+            counts["empty responses"] += 1
             continue
         group = groups.setdefault(row["prompt_id"] if MEDIA in row and "prompt_id" in row else row["input"], {})
         counts["repeated responses"] += row["output"] in group

@@ -66,7 +66,7 @@ def _response(row: Row, cfg: GenerateDataConfig, where: str, added: Row) -> Answ
     if output is None and turns and turns[-1]["role"] == "assistant":
         *turns, last = turns
         output = text_of(last["content"])
-    if not isinstance(output, str) or missing(output):
+    if not isinstance(output, str):  # it may be empty, as in rows of batch inference
         raise DataError(f"{where}: the row has no response to score (looked in {cfg.output_key}; it has "
                         f"{', '.join(row)}). Name its column with --output_key, or remove the row")
     text = value if isinstance(value, str) else "\n".join(text_of(turn["content"]) for turn in turns)

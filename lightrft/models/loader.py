@@ -318,9 +318,8 @@ def _reward_weights(path: str, config: PretrainedConfig, head: RewardHead, dtype
                     deferred: bool) -> tuple[_Loaded, ActorModality]:
     """Load the decoder with its head, and describe the head in its config."""
     modality = modality_of(config, path)
-    config.id2label = dict(enumerate(head.names))
-    config.label2id = {name: i for i, name in enumerate(head.names)}
     head.write(config)
+    config.num_labels = len(head.names)
     loaded = _weights(reward_class(modality, config, head.pooling), path, config, dtype, new, deferred,
                       attn_implementation=modality.attention(config),
                       key_mapping={f"^{re.escape(head.prefix)}\\.": "score."})

@@ -25,6 +25,7 @@ STEPS = "process_reward_model"  # entry of config.json, the fields of StepFormat
 JUDGE = "generative_reward_model"  # entry of config.json, the fields of JudgeFormat
 SPEAKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of language models
 _HEAD = re.compile(r"(?!lm_head\.)\w*(head|score|value|reward|classifier)\w*\.")
+ALONE = "(attention pooling: loads with lightrft alone)"
 START = log(1 / 0.07)  # of the learnt scale, as in CLIP
 
 
@@ -145,8 +146,15 @@ class RewardHead:
         return self.std > 0
 
     def write(self, config: PretrainedConfig) -> None:
-        """Describe the head in the config of its model."""
+        """Describe the head in the config of its model.
+
+        With the pooling "attn" there is one label more than scores, so that the classifiers of Hugging Face, which read
+        the last token, refuse the weights.
+        """
         setattr(config, SCORES, asdict(self))
+        labels = [*self.names, *([ALONE] if self.pooling == "attn" else [])]
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: i for i, name in enumerate(labels)}
 
     @property
     def new(self) -> tuple[str, ...]:
@@ -268,10 +276,13 @@ class RewardModel(PackedModel):
         return empty.index_add(0, seq_ids(exp.cu_seqlens, exp.num_tokens), weights[:, None] * hidden)
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Override :meth:`PackedModel.export_params`; the head is called ``prefix``, and the scale is left out."""
+        """Override :meth:`PackedModel.export_params`: the head has the name ``prefix``, and ``score`` for Hugging Face;
+        the scale is left out."""
         for name, tensor in super().export_params(stream, merge):
             if not name.startswith("scale."):
-                yield (f"{self.head.prefix}.{name[6:]}" if name.startswith("score.") else name), tensor
+                yield name, tensor
+            if name.startswith("score.") and self.head.prefix != "score":
+                yield f"{self.head.prefix}.{name[6:]}", tensor
 
 
 class ProcessRewardModel(PackedModel):

@@ -9,6 +9,7 @@ from lightrft.datasets.rendering import without_end
 from lightrft.rewards.base import RewardInput, Score
 
 Body = dict[str, Any]
+MEDIA = ("images", "videos", "audios")  # fields of other clients
 
 
 class BadRequest(ValueError):
@@ -36,6 +37,10 @@ class Reader:
         A query is prompt + response. ``messages`` has the prompts as chats (lists of turns, or null), which a model
         renders by its own template; texts are read as they are.
         """
+        for name in MEDIA:
+            if _holds(body.get(name)):
+                raise BadRequest(f"{name}: a reward model behind a server reads text only. Leave it out, or score with "
+                                 "--reward_pretrain of the run")
         queries = self._texts(body, "query" if "query" in body else "queries")
         prompts: list[Any] = [None] * len(queries)
         if body.get("prompts"):
@@ -91,6 +96,11 @@ def _column(body: Body, name: str, size: int | None = None) -> list[Any]:
     if size is not None and len(found) != size:
         raise BadRequest(f"{name}: {len(found)} entries for {size} queries")
     return found
+
+
+def _holds(value: Any) -> bool:
+    """Return True if a field has more than nulls and empty lists."""
+    return any(map(_holds, value)) if isinstance(value, list) else value not in (None, "")
 
 
 def _turns(chat: Any, index: int) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForSequenceClassification.from_pretrained(folder)
 {text}
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-print("reward", model(**inputs).logits.item())"""
+print(dict(zip(model.config.id2label.values(), model(**inputs).logits[0].tolist())))"""
 _SCORED_CHAT = """messages = [{{"role": "user", "content": "What is 12+30?"}}, {{"role": "assistant", "content": "42"}}]
 text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the score is that of the end token"""
 _SCORED_TEXT = """text = "What is 12+30? 42" + tokenizer.eos_token"""
@@ -121,7 +121,7 @@ print("probability that each step is good", logits[:, words].softmax(-1)[:, 0].t
 _LABELS = """print("label of each step", [tokenizer.decode(token) for token in logits.argmax(-1)])"""
 _OWN_SCORES = """from lightrft.models.loader import load_scorer
 
-model = load_scorer({folder!r})  # no head that transformers loads; lightrft serve_rm scores texts with it"""
+model = load_scorer({folder!r})  # transformers has no such model; lightrft serve_rm scores texts with it"""
 _LAST = ("reward/mean", "eval/", "policy/kl")
 PROMPT = 1000  # characters of a prompt that is shown
 
@@ -184,9 +184,9 @@ def _changes(summary: RunSummary) -> str:
 
 
 def _scores(architecture: str, head: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the code that loads a reward model and scores an answer; of one with another head, that loads it."""
+    """Return the code that loads a reward model and scores an answer; of one that transformers lacks, that loads it."""
     known = architecture.endswith("ForSequenceClassification") and head["pooling"] == "last"
-    if not known or head["prefix"] != "score" or len(head["names"]) > 1:
+    if not known:
         return _OWN_SCORES.format(folder=str(folder))
     text = _SCORED_CHAT.format() if tokenizer.chat_template else _SCORED_TEXT
     return _SCORES.format(folder=str(folder), text=text)

@@ -14,6 +14,7 @@ CHAT = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 FORMS = {
     "TRL, explicit prompt": {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
     "TRL, implicit prompt": {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    "the prompt twice": {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
     "UltraFeedback": {"prompt": "1+1?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
     "ms-swift, response": {"messages": [ASK, GOOD], "rejected_response": "3"},
     "ms-swift, messages": {"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
@@ -102,6 +103,9 @@ BROKEN = {
     "two questions": ({"chosen": [ASK, GOOD], "rejected":
                        [ASK | {"content": "2+2?"},
                         BAD]}, "the chosen answer begins with a turn of 'user', .* answer different questions"),
+    "a prompt that chats lack":
+    ({"prompt": [{"role": "system", "content": "Be terse."}, ASK], "chosen": [ASK, GOOD], "rejected":
+      [ASK, BAD]}, "the answers are whole chats without the turn of 'system' in the column 'prompt'"),
     "an end token alone": ({"prompt": "a", "chosen": "b", "rejected": "<|im_end|>\n"}, "rejected answer is missing"),
     "an end token alone in a chat": ({"prompt": [ASK], "chosen": [GOOD], "rejected":
                                       [BAD | {"content": "<|im_end|>"}]}, "rejected answer is missing or empty"),

@@ -123,7 +123,8 @@ def test_chats_are_scored_too_and_a_reward_that_is_there_needs_no_score(home, tm
     given = {"eval_task": "rm", "pretrain": None, "prompt_data": [str(tmp_path / "chats.jsonl")]}
     (row, ) = run(home, tmp_path, input_key="chosen", score=["exact"], **given).rows
     assert (row["input"], row["output"], row["reward"]) == ("1+1?", "\\boxed{2}", 1.0)
-    again = tiny_task.write_rows(tmp_path / "scored.jsonl", [row | {"output": "x", "reward": 0.5}, row])
+    others = [row | {"output": "x", "reward": 0.5}, row | {"output": "", "reward": 0.0}]  # one as generated
+    again = tiny_task.write_rows(tmp_path / "scored.jsonl", [*others, row])
     (pair, ) = run(home, tmp_path, **(given | {"prompt_data": [str(again)]}), post_processor="iter_dpo").rows
     assert (pair["chosen"], pair["rejected_reward"]) == ("\\boxed{2}", 0.5)
 

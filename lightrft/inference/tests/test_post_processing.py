@@ -62,6 +62,15 @@ def test_prompts_with_media_are_told_apart_by_their_row():
         post_process("csft", seen, TEMPLATE)
 
 
+@pytest.mark.parametrize("name,kept", [("rs", ["x", "y"]), ("csft", ["x", "z", "y"]), ("iter_dpo", ["x"])])
+def test_responses_without_text_are_left_out_and_counted(name, kept):
+    """Trainers refuse such rows, so one of them would end a loop: the worst, or the first of equals."""
+    scored = rows(("a", "x", 1.0), ("a", "z", 0.5), ("a", " \n", 0.0), ("b", "", 1.0), ("b", "y", 1.0))
+    found, counts = post_process(name, scored, TEMPLATE)
+    assert [row.get("output", row.get("chosen")) for row in found] == kept and counts["empty responses"] == 2
+    assert name != "iter_dpo" or found[0]["rejected"] == "z"
+
+
 @pytest.mark.parametrize("name,told", [("rs", "3 unscored"), ("iter_dpo", "3 unscored"), ("csft", "3 unscored")])
 def test_nothing_left_is_an_error(name, told):
     with pytest.raises(UserError, match=f"no row is left of 3 responses .{told}"):

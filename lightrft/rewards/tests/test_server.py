@@ -94,7 +94,8 @@ def test_the_contracts_of_openrlhf_lightrft_and_verl(url, scorers):
     answer = post(url, {"query": texts, "prompts": prompts, "labels": labels}).json()
     assert set(answer) == {"rewards", "scores", "extra_logs"} and answer["rewards"] == answer["scores"] == near
     ended = [f"{text}{END}\n" for text in texts]  # as decoded tokens end
-    assert post(url, {"queries": ended, "prompts": prompts, "references": labels}).json()["rewards"] == near
+    lightrft = {"queries": ended, "prompts": prompts, "references": labels, "images": [None, []]}
+    assert post(url, lightrft).json()["rewards"] == near
     assert post(url, {"query": texts}).json()["rewards"] == pytest.approx(wanted, abs=1e-2), "prompts may be missing"
     verl = {"model": "rm", "input": ended, "use_activation": False}
     assert [row["probs"][-1] for row in post(url, verl, "/classify").json()["data"]] == near
@@ -150,6 +151,7 @@ BAD = [
     ({"query": ["4"], "messages": [[TURN]]}, "/get_reward", 400, "must begin with its entry of prompts"),
     ({"query": ["4"], "prompts": [""], "messages": [[TURN]]}, "/get_reward", 400, "reads text only"),
     ({"query": ["4"], "prompts": [""], "messages": [7]}, "/get_reward", 400, "expected a list of turns"),
+    ({"queries": ["4"], "images": [["aGk="]]}, "/get_reward", 400, "images: a reward model behind a server reads text"),
     ({"input": [[5, 6]]}, "/classify", 400, "input[0]: expected a text, got list"),
     ({"query": ["4"]}, "/reward", 404, "/reward: there are GET /health and POST /get_reward"),
 ]  # yapf: disable

@@ -1,4 +1,5 @@
 """Reward models: loss, gradient and scores against Hugging Face, ranks, micro-batches, resuming, heads."""
+import ast
 import json
 import math
 import shutil
@@ -136,7 +137,7 @@ def test_the_card_scores_an_answer_as_training_does(base, straight, tmp_path, ca
     (pair, ) = RMTrainer.read(config, load_tokenizer(str(base)), "train", None)
     with torch.no_grad():
         wanted = load_scorer(str(straight / "hf"))(Experience.pack([pair.chosen.token_ids])).item()
-    assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert ast.literal_eval(capsys.readouterr().out)["preference"] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
 def test_a_checkpoint_is_exported_as_the_run_exports(base, straight, tmp_path):
@@ -253,11 +254,15 @@ def test_several_heads_learn_from_their_labels(base, tmp_path):
     assert "eval/accuracy_short" in metrics(tmp_path)[-1]
     assert trainer.evaluate()["eval/loss"] == pytest.approx(two_head_loss(trainer), rel=1e-4)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    assert weights["value_head.weight"].shape == (2, 32) and "score.weight" not in weights
+    assert weights["value_head.weight"].shape == (2, 32) and weights["value_head.weight"].equal(weights["score.weight"])
     scorer = load_scorer(str(tmp_path / "hf"))
     assert scorer.head.names == ["preference", "short"]
-    assert "import load_scorer\n" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     torch.testing.assert_close(scorer(PACK), trainer.scorer.eval()(PACK))
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert hf.config.id2label == {0: "preference", 1: "short"}
+    answers = [trainer.eval_rows[0].chosen, trainer.eval_rows[1].rejected]
+    wanted = scorer(Experience.pack([answer.token_ids for answer in answers]))
+    torch.testing.assert_close(alone(hf, answers), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("names,reason", [
@@ -345,7 +350,11 @@ def test_lora_trains_its_head_and_exports_merged_weights_and_an_adapter_with_the
     assert configs[0] == configs[1] and configs[0]["reward_model"]["std"] > 0
     with pytest.raises(UserError, match="is the adapter of a reward model; add --is_rm"):
         merge(str(base), tmp_path / "hf" / "adapter", tmp_path / "other")
-    if not head:
+    if head:  # a classifier of Hugging Face would read the last token
+        assert "import load_scorer\n" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    else:
         answer = trainer.eval_rows[0].chosen
         classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
         alike = PeftModel.from_pretrained(classifier, tmp_path / "hf" / "adapter")
