@@ -271,6 +271,12 @@ def test_what_nothing_reads_is_told() -> None:
     found, = warnings(build(Config, GOOD | {"eval_temperature": 0.6}))
     assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite")
     assert not list(warnings(build(Config, GOOD | {"eval_temperature": 0.6, "eval_data": ["org/data"]})))
+    for tree, given, name in ((Config, GOOD | {"eval_data": ["org/data"]}, "eval_top_p"),
+                              (EvaluateConfig, {"pretrain": ["org/model"], "eval_data": ["org/data"]}, "top_p")):
+        found, = warnings(build(tree, given | {name: 0.9}))
+        heat = name.replace("top_p", "temperature")
+        assert found.startswith(f"--{name} 0.9: has no effect with --{heat} 0, which is greedy"), found
+        assert not list(warnings(build(tree, given | {name: 0.9, heat: 0.6})))
 
 
 def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
