@@ -100,10 +100,14 @@ def _kl(c: Config) -> Iterator[str]:
 
 
 def _aggregation(c: Config) -> Iterator[str]:
-    """Yield an aggregation of the entropy bonus that is that of the loss anyway."""
+    """Yield an aggregation of the entropy bonus that is that of the loss anyway, and sequences that nothing counts."""
     if c.algorithm.loss_agg_mode == "token-mean":
         yield from if_set(c, ["entropy_token_mean"], "has no effect under --loss_agg_mode token-mean, which the bonus "
                           "follows; drop it")
+    if not c.algorithm.loss_agg_norm_seqs:
+        yield from if_set(
+            c, ["loss_agg_all_seqs"], "has no effect with --no_loss_agg_norm_seqs, which does not divide "
+            "by sequences; drop one of them")
 
 
 def _absolute(c: Config) -> Iterator[str]:

@@ -145,7 +145,7 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
 
 def shared_engine(tp_size: int, world_size: int, local_ranks: int) -> Iterator[str]:
     """Yield a problem of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
-    if world_size % tp_size == 0 and local_ranks % tp_size:
+    if tp_size > 0 and world_size % tp_size == 0 and local_ranks % tp_size:
         yield (f"--engine_tp_size {tp_size}: the ranks of an engine have to be on one machine, and each machine has "
                f"{local_ranks} of the run; nearest valid value: {nearest_divisors(local_ranks, tp_size)}, or another "
                "--nproc-per-node")

@@ -223,10 +223,14 @@ def _rollout(c: Config) -> Iterator[str]:
 
 
 def _train(c: Config) -> Iterator[str]:
-    t = c.train
-    if 0 < t.max_steps <= t.freezing_actor_steps:
-        yield (f"--freezing_actor_steps {t.freezing_actor_steps}: the policy is never trained in {t.max_steps} steps; "
-               f"nearest valid value: {t.max_steps - 1}")
+    yield from never_trained(c.train.freezing_actor_steps, c.train.max_steps)
+
+
+def never_trained(frozen: int, total: int) -> Iterator[str]:
+    """Yield the problem of a run of ``total`` steps (0: not known yet) in all of which the policy is ``frozen``."""
+    if 0 < total <= frozen:
+        yield (f"--freezing_actor_steps {frozen}: the policy is never trained in {total} step{'s' * (total > 1)}; "
+               f"nearest valid value: {total - 1}, or make the run longer (--max_steps, --num_episodes)")
 
 
 def _eval(c: Config) -> Iterator[str]:

@@ -69,8 +69,20 @@ def unused(c: Tree) -> Iterator[str]:
                           "--trackers mlflow, or drop it")  # yapf: disable
     if {"eval_data", "eval_suite"} & values.keys() and not c.held_out:
         yield from if_set(c, HELD_OUT, f"has no effect {without_held_out(c)} or drop it")
+    else:
+        yield from _greedy(c, values)
     if values.get("disable_ckpt"):
         yield from if_set(c, CHECKPOINTS, "has no effect with --disable_ckpt; drop one of them")
+
+
+def _greedy(c: Tree, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning per limit on the tokens that are sampled, where none is sampled."""
+    for name in ("temperature", "eval_temperature"):
+        prefix = name.removesuffix("temperature")
+        limits = [f"{prefix}{limit}" for limit in ("top_p", "top_k", "min_p")]
+        if values.get(name) == 0:
+            yield from if_set(c, [limit for limit in limits if limit in values],
+                              f"has no effect with --{name} 0, which is greedy; set --{name} above 0 or drop it")
 
 
 def if_set(c: Tree, names: Iterable[str], text: str) -> Iterator[str]:

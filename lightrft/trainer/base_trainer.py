@@ -11,7 +11,7 @@ from lightrft.config.tree import flatten
 from lightrft.models.packed_model import PackedModel
 from lightrft.preflight.validate import changes, lost_length
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.checkpoint import CheckpointManager, read_global
 from lightrft.strategy.optimizer import full_shape
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import freed_memory_is_kept, rare_garbage_collection, rng_state, set_rng_state
@@ -152,7 +152,7 @@ class BaseTrainer(ABC):
         """Resume from the newest complete checkpoint, if asked for; return False for a fresh start."""
         path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
         if self.checkpoints is not None and path is not None:
-            state, ranks = self.checkpoints.load(path, self.prepared)
+            state, ranks = self._load(self.checkpoints, path)
             self._compare_options(state)
             self.step = self._saved = state["step"]
             self.load_extra_state(state)
@@ -165,6 +165,16 @@ class BaseTrainer(ABC):
             self.checkpoints.back_up()
         self.log.start(self.step)
         return path is not None
+
+    def _load(self, checkpoints: CheckpointManager, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Load a checkpoint as :meth:`CheckpointManager.load` does; its error also names the options that differ."""
+        try:
+            return checkpoints.load(path, self.prepared)
+        except UserError as error:
+            changed = ", ".join(changes(read_global(path)["options"], self.log.config))
+            found = f". Options differ from those of the checkpoint: {changed}" if changed else ""
+            raise UserError(f"{error}{found}. Resume with the options and the model of the checkpoint, or start a new "
+                            "run without --load_checkpoint") from error
 
     def _compare_options(self, state: dict[str, Any]) -> None:
         """Report the options that have changed since the checkpoint, where the change affects training.

@@ -188,13 +188,14 @@ class PPOTrainer(BaseTrainer):
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient after the step that used it; return the coefficient that was used.
 
-        Only samples whose KL was measured count: a batch that keeps none leaves it unchanged.
+        Only samples whose KL was measured count: a batch that keeps none leaves it unchanged, and so does a step in
+        which the policy is frozen and the KL is in its loss.
         """
         if self.config.algorithm.init_kl_coef == 0:
             return {}
-        used = self.kl.value
-        self.kl.update(metrics.get("reward/kl", metrics.get("policy/kl_ref", 0.0)),
-                       int(metrics["rollout/kept_samples"]))
+        used, kl = self.kl.value, metrics.get("reward/kl", metrics.get("policy/kl_ref"))
+        if kl is not None:
+            self.kl.update(kl, int(metrics["rollout/kept_samples"]))
         return {"policy/kl_coef": used}
 
     def _adapt_entropy(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -149,9 +149,10 @@ def test_every_number_has_a_range_that_holds_its_default(tree: type) -> None:
 @pytest.mark.parametrize("name", [option.name for option in every_option(Config) if option.within])
 def test_both_sides_of_every_range(name: str) -> None:
     option = options(Config)[name]
-    for value in (-2, 2**40):
+    low = float(option.within[1:].partition(",")[0])
+    for value, limited in ((-2, low > -2), (0, low > 0 or option.within.startswith("(0,")),
+                           (2**40, not option.within.endswith("inf)"))):  # yapf: disable
         typed = [option.kind(value)] if option.many else option.kind(value)
-        limited = not (option.within.startswith("(-inf") if value < 0 else option.within.endswith("inf)"))
         assert limited == any(f"--{name} " in text and ": must be " in text for text in problems(**{name: typed}))
 
 
@@ -270,6 +271,12 @@ def test_what_nothing_reads_is_told() -> None:
     found, = warnings(build(Config, GOOD | {"eval_temperature": 0.6}))
     assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite")
     assert not list(warnings(build(Config, GOOD | {"eval_temperature": 0.6, "eval_data": ["org/data"]})))
+    for tree, given, name in ((Config, GOOD | {"eval_data": ["org/data"]}, "eval_top_p"),
+                              (EvaluateConfig, {"pretrain": ["org/model"], "eval_data": ["org/data"]}, "top_p")):
+        found, = warnings(build(tree, given | {name: 0.9}))
+        heat = name.replace("top_p", "temperature")
+        assert found.startswith(f"--{name} 0.9: has no effect with --{heat} 0, which is greedy"), found
+        assert not list(warnings(build(tree, given | {name: 0.9, heat: 0.6})))
 
 
 def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):

@@ -182,6 +182,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         "add --loss_agg_mode seq-mean-token-mean or"
     ]),
     ({"entropy_token_mean": True, "entropy_coef": 0.1}, ["--entropy_token_mean true", "which the bonus follows"]),
+    ({"loss_agg_all_seqs": True, "loss_agg_norm_seqs": False, "loss_agg_mode":
+      "seq-mean-token-sum-norm"}, ["--loss_agg_all_seqs true", "--no_loss_agg_norm_seqs"]),
     ({"entropy_token_mean": True, "loss_agg_mode":
       "seq-mean-token-sum"}, ["--entropy_token_mean true", "without --entropy_coef or --entropy_target"]),
     ({"policy_loss": "dppo_tv", "dppo_ratio_max": 0.5}, ["--dppo_ratio_max 0.5", "nearest valid value: 1"]),

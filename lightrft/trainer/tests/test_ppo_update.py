@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from lightrft.config.options import ConfigError
 from lightrft.ops.aggregate import MODES
 from lightrft.tests.support import runs
 from lightrft.trainer.optimizer_step import NonFiniteTraining
@@ -148,11 +149,19 @@ def test_entropy_and_kl_are_token_means_at_the_sampling_temperature(home, tmp_pa
 
 def test_the_schedule_of_a_policy_frozen_at_first_ends_with_the_run(home, tmp_path):
     options = {"advantage_estimator": "gae", "max_steps": 4, "max_epochs": 2, "lr_scheduler": "linear"}
-    done = runs.run(home, tmp_path, freezing_actor_steps=2, **options)
+    kl = {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_target": 1.0, "kl_horizon": 10}
+    done = runs.run(home, tmp_path, freezing_actor_steps=2, **options, **kl)
+    used = [line["policy/kl_coef"] for line in done.lines]
+    assert used[:3] == [0.1] * 3 and used[3] < 0.1, "adapted to a KL that nothing measured"
     assert done.metrics["policy/lr"] == pytest.approx(1e-3 / 4)  # the rate of the last of 4 steps; the next would be 0
     assert done.metrics["critic/lr"] == pytest.approx(1e-3 / 8)
     assert done.lines[2]["policy/lr"] == pytest.approx(0.75e-3)
     assert done.lines[1]["critic/lr"] == pytest.approx(1e-3 * 5 / 8)
+
+
+def test_a_policy_that_is_frozen_until_the_data_end_is_refused(home, tmp_path):
+    with pytest.raises(ConfigError, match="--freezing_actor_steps 1: the policy is never trained in 1 step; nearest"):
+        runs.run(home, tmp_path, advantage_estimator="gae", freezing_actor_steps=1, max_steps=0)
 
 
 def test_a_critic_that_is_nan_at_every_step_stops_the_run(home, tmp_path):

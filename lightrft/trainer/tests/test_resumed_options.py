@@ -74,6 +74,12 @@ def test_the_checkpoint_of_the_resumed_run_has_the_new_options(home, tmp_path, c
     assert TOLD not in capsys.readouterr().err
 
 
+def test_options_that_make_another_model_are_named(home, tmp_path):
+    told = r"another model: .*\. Options differ from those of the checkpoint: --lora_rank 2 \(was 0\)\. Resume with "
+    with pytest.raises(UserError, match=told):
+        resumed(home, tmp_path / "run", lora_rank=2)
+
+
 def test_what_may_change_freely(home, tmp_path, capsys):
     done = resumed(home, tmp_path / "run", max_steps=4, save_steps=1, eval_steps=1,
                    eval_data=[str(home / "test.jsonl")], micro_train_batch_size=2, logging_steps=2, self_test=True)
