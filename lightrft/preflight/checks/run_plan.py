@@ -89,7 +89,7 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, sh
 
 
 def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, shape: ModelShape | None) -> str:
-    """Name the first change with which the run fits, and adapters beside one that keeps all weights in host memory; if
+    """Name the first change with which the run fits and, if that keeps all weights in host memory, adapters as well; if
     there is none, the one that saves most."""
 
     def needed_by(plan: Tree) -> float:
