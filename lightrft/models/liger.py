@@ -35,3 +35,6 @@ def apply_liger(hf: PreTrainedModel) -> None:
         _apply_liger_kernel_to_instance(hf, **wanted)
     except TypeError:  # Liger knows the decoder of Gemma-3, and not its classifier
         _apply_liger_kernel_to_instance(hf.base_model, **wanted)
+    for module in hf.modules():  # a norm before a sum (GLM-4V) would overwrite the gradient that the residual gets too
+        if hasattr(module, "in_place"):
+            module.in_place = False  # type: ignore[assignment]

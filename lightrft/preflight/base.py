@@ -23,6 +23,7 @@ class Preflight:
     """
     config: Tree
     has_rollout = False  # generates between the updates
+    has_logits = True  # of the whole vocabulary, from the head of the model
 
     def __init__(self, config: Tree) -> None:
         self.config = config

@@ -40,13 +40,14 @@ def model_size(folder: str | Path | None) -> ModelSize | None:
     return count_parameters(shapes) if shapes else None
 
 
-def known_model(path: str | None, hub: bool = False) -> tuple[ModelSize | None, ModelShape | None]:
+def known_model(path: str | None, hub: bool = False, head: bool = True) -> tuple[ModelSize | None, ModelShape | None]:
     """Read the size and the shape of a model from its config.json and, in a local folder, the headers of its weights.
 
     What cannot be read is None; so is the shape of a family whose MLP has no gate.
 
     Args:
         hub: look for a path that is no local folder on the hub, which downloads the config.json.
+        head: False leaves out a head that is not tied to the embeddings.
     """
     folder = Path(path or "").expanduser()
     if not path or not (folder / "config.json").is_file() and (folder.exists() or not hub):
@@ -54,7 +55,8 @@ def known_model(path: str | None, hub: bool = False) -> tuple[ModelSize | None, 
     from lightrft.models.loader import model_shape, parameter_shapes
     try:
         shapes = _weight_shapes(path) or parameter_shapes(path)
-        return count_parameters(shapes), model_shape(path) if is_gated(shapes) else None
+        counted = {name: shape for name, shape in shapes.items() if head or not name.endswith("lm_head.weight")}
+        return count_parameters(counted), model_shape(path) if is_gated(shapes) else None
     except UserError:  # raised again where the model is loaded
         return None, None
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
-from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
@@ -60,7 +59,7 @@ def _trainer(plan: Preflight, world_size: int, size: ModelSize, device: Device) 
     in_parts, width = s.adam_offload or config.train.eight_bit, "8 bits" if config.train.eight_bit else "float32"
     adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained * in_parts
     adam *= not s.adam_offload and moment_width(config.train.eight_bit) / 4
-    chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB
+    chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB * plan.has_logits
     copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
     computing, updating = (copied * (models * trained if copied_once else 1) for copied in copies)  # one model gathers
     resting = computing * copied_once
@@ -145,7 +144,7 @@ def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[st
     before = replace(one, tokens=micro_batch_tokens(config, world_size)[0])  # passes have no pretraining rows
     chunk, layer = held["logits of one chunk"][BACKWARD], one.backward - one.kept
     kept, head = one.kept + max(0.0, layer - chunk), 0.0
-    if not (m.lora_rank or isinstance(m, RewardModelConfig)):  # the head of a reward model has few rows
+    if preflight(config).has_logits and not m.lora_rank:
         sent = held[SENT][BACKWARD] * (config.strategy.resolved(world_size) == "fsdp")  # by layers, which come later
         head = max(0.0, shape.head_gradient(m.itemsize) + chunk - max(layer, chunk) - sent)
     rows: dict[str, ByPhase] = {"activations": (0, max(0.0, before.forward - chunk), kept, 0, 0),

@@ -143,8 +143,9 @@ class KTOPreflight(ReferencePreflight):
 
 
 class RMPreflight(OfflinePreflight):
-    """Checks of reward models."""
+    """Checks of reward models, whose head takes the place of the model's."""
     config: RMConfig
+    has_logits = False
 
     def own_problems(self) -> Iterator[str]:
         """Yield the problem of a margin that the loss does not read."""

@@ -25,7 +25,7 @@ class TrainingPreflight(Preflight):
 
     def estimates(self, machine: Machine) -> list[str]:
         """List the contents of a step, the memory, and what the tree estimates besides."""
-        size, shape = known_model(self.config.model.pretrain, machine.device.cuda)
+        size, shape = known_model(self.config.model.pretrain, machine.device.cuda, self.has_logits)
         return [
             *self.summary(machine.ranks), *memory_lines(self.config, machine.ranks, size, machine.device, shape),
             *self._verdict_lines(machine), *self.further_estimates(machine, size)
@@ -37,7 +37,9 @@ class TrainingPreflight(Preflight):
 
     def verdict(self, machine: Machine) -> Finding | None:
         """Compare the estimate with the memory of a GPU."""
-        size, shape = known_model(self.config.model.pretrain, hub=True) if machine.device.cuda else (None, None)
+        if not machine.device.cuda:
+            return None
+        size, shape = known_model(self.config.model.pretrain, True, self.has_logits)
         if size is None:
             return None
         return memory_verdict(self.config, machine.ranks, size, machine.device, shape)

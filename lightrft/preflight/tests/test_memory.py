@@ -6,10 +6,11 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import build
 from lightrft.models.activations import ModelShape
-from lightrft.preflight.cost import GIB
+from lightrft.preflight.cost import GIB, known_model
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory, memory_lines, peak
 from lightrft.strategy.memory import ModelSize, STEP_BYTES
+from lightrft.tests.support import tiny
 
 SIZE = ModelSize(total=1000, largest_layer=100, outside=200)
 GPU, HOST = Device("cuda:0", 10_000, 10_000), Device("cpu", 10_000, 10_000)
@@ -174,6 +175,13 @@ def test_a_trained_head_has_a_gradient_beside_its_logits(tree, options, expected
     config = build(tree, {"bf16": True, "max_tokens_per_micro_batch": 1 << 10, "logprob_chunk_mib": 9} | options)
     found = memory(config, 2 if "strategy" in options else 1, SIZE, GPU, shape)
     assert found.get("gradient of the head on its way") == (expected and (0, 0, expected, 0, 0))
+
+
+def test_a_reward_model_has_no_logits(tmp_path):
+    path = str(tiny.save_model(tmp_path, "llama"))
+    assert "logits of one chunk" not in memory(build(RMConfig, {}), 1, SIZE, GPU)
+    (whole, _), (without, shape) = known_model(path), known_model(path, head=False)
+    assert whole.total - without.total == shape.vocabulary * shape.hidden == without.outside - shape.hidden
 
 
 def test_a_layer_whose_temporary_is_larger_than_the_head_counts_alone():
