@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from rich.table import Table
-
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.inference.accuracy import differences, group_answers, Measure, measures, results
@@ -16,7 +14,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.utils.logging import get_logger
-from lightrft.utils.tables import render, screen
+from lightrft.utils.tables import fitting
 
 LATER = ("output_path", "pass_k", "maj_k", "pretrain")  # options that change no answer of a model
 
@@ -100,21 +98,8 @@ def table(found: Sequence[Row], compared: Sequence[Row]) -> list[str]:
     cells = [(*_place(row), str(row.get("prompts", "")), _cell(row), *_difference(of.get(_place(row))))
              for row in ordered]  # yapf: disable
     columns = dict(zip(titles, zip_longest(*cells, fillvalue="")))
-    width, colour = screen()
-    for title in ("source", "prompts", "better", "worse"):
-        if _width(columns) > width and (title != "source" or len(set(columns[title])) == 1):
-            columns.pop(title, None)
-    lines = Table(box=None, pad_edge=False, header_style="bold")
-    for title in columns:
-        lines.add_column(title, justify="left" if title in ("source", "metric", "model") else "right", no_wrap=True)
-    for texts in zip(*columns.values()):
-        lines.add_row(*texts)
-    return render(lines, width, colour)
-
-
-def _width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Count the characters of a line, with two spaces between columns."""
-    return sum(max(map(len, (title, *texts))) + 2 for title, texts in columns.items()) - 2
+    alone = ("source", ) * (len({row["source"] for row in found}) == 1)
+    return fitting(columns, ("source", "metric", "model"), (*alone, "prompts", "better", "worse"))
 
 
 def _place(row: Row) -> tuple[str, str, str]:

@@ -21,6 +21,7 @@ from lightrft.tests.support import launch, tiny, tiny_task
 from lightrft.tests.support.generate_flips import EVALUATE_FLIPS
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.runs import read_lines
+from lightrft.utils import tables
 from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
@@ -160,7 +161,7 @@ def test_an_evaluation_without_any_score_fails_and_keeps_the_answers(home, tmp_p
 @pytest.mark.parametrize("sources,width,gone", [(["own"], 80, {"source", "prompts"}), (["own"], 200, set()),
                                                 (["own", "other"], 75, {"prompts", "better", "worse"})])
 def test_a_narrow_terminal_shows_whole_numbers(sources, width, gone, monkeypatch):
-    monkeypatch.setattr(evaluation, "screen", lambda: (width, False))
+    monkeypatch.setattr(tables, "screen", lambda: (width, False))
     interval = {"low": 0.25, "high": 0.75}
     rows = [{"source": source, "metric": "pass@1", "model": model, "prompts": 200} for source in sources
             for model in ("first", "second")]  # yapf: disable
