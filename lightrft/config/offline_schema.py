@@ -66,9 +66,9 @@ class PairDataConfig(OfflineDataConfig):
     """Pairs of a better and a worse answer, and their rendering."""
     prompt_key: str = option(
         "prompt", "column that holds the prompt (text or chat messages); if a row lacks it: messages, input, "
-        "instruction, conversations or question, else the common beginning of both answers")
-    chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)")
-    rejected_key: str = option("rejected", "column that holds the worse answer")
+        "instruction, conversations or question, else the common beginning of both answers", common=True)
+    chosen_key: str = option("chosen", "column that holds the better answer (text or chat messages)", common=True)
+    rejected_key: str = option("rejected", "column that holds the worse answer", common=True)
     pair_policy: str = option(
         "error", "a row without a prompt, with equal answers, or with a missing or empty answer stops the run (error), "
         "or is left out and counted (skip)", ("error", "skip"))

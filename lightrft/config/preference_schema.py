@@ -71,11 +71,11 @@ class DPOConfig(PairConfig):
 class JudgedDataConfig(OfflineDataConfig):
     """Answers that are good or bad, each on its own, and their rendering."""
     COLUMNS = ("input_key", )
-    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)")
+    input_key: str = option("prompt", "column that holds the prompt (text or chat messages)", common=True)
     output_key: str | None = option(
         None, "column that holds the answer (default: completion, response, output, answer or solution, the first that "
-        "a row has)")
-    label_key: str = option("label", "column that says if the answer is desirable: true or false, 1 or 0")
+        "a row has)", common=True)
+    label_key: str = option("label", "column that says if the answer is desirable: true or false, 1 or 0", common=True)
 
 
 @dataclass

@@ -74,7 +74,7 @@ class PromptConfig(RenderingConfig):
     input_key: str = option("prompt", "column that holds the prompt (text or chat messages)", common=True)
     label_key: str = option("label", "column, or key of extra_info, that names the reward recipe of a row")
     reference_key: str = option("reference", "column, or key of extra_info, that holds the reference answer",
-                               common=True)
+                                common=True)
     overlong_prompt: str = option(
         "filter", "a prompt longer than --prompt_max_len is dropped and counted (filter), or stops "
         "the run (error)", ("filter", "error"), free=True)

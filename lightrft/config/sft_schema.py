@@ -16,10 +16,11 @@ class SFTTrainConfig(BalanceConfig, OfflineTrainConfig):
 class SFTDataConfig(OfflineDataConfig):
     """Demonstrations, their rendering, and which of their tokens are learnt."""
     COLUMNS = ("input_key", )
-    input_key: str = option("prompt", "column that holds the prompt or the chat (default: prompt, messages or input)")
+    input_key: str = option("prompt", "column that holds the prompt or the chat (default: prompt, messages or input)",
+                            common=True)
     output_key: str | None = option(
         None, "column that holds the answer (default: completion, response, output, answer or solution, the first that "
-        "a row has)")
+        "a row has)", common=True)
     multiturn: bool = option(True, "put every assistant turn of a chat into the loss; false: only the last one")
     pretrain_mode: bool = option(
         False, "put every token of a row into the loss, including the prompt, as in pretraining; "

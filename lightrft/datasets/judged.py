@@ -67,7 +67,8 @@ class JudgedDataset(TokenizedDataset[Judged]):
         self._others = others([answer for answer, _ in self._rows])
         if split == "train" and len({good for _, good in self._rows}) < 2:
             kind = "desirable" if self._rows[0][1] else "undesirable"
-            warn_of_all(f"all {len(self)} answers are {kind}: KTO needs good and bad answers; add some of the other kind")
+            warn_of_all(
+                f"all {len(self)} answers are {kind}: KTO needs good and bad answers; add some of the other kind")
 
     def read(self, entry: int, rows: Rows) -> list[tuple[SFTExample, bool]]:
         """Return answers, and whether they are desirable."""

@@ -211,8 +211,9 @@ class PromptLoader(Generic[Item]):
         wanted = Blend(state["sizes"], state["probs"], state["shuffle"], state["seed"])
         if (wanted.probs, wanted.shuffle, wanted.seed) != (self.blend.probs, self.blend.shuffle, self.blend.seed):
             warn_of_all(f"the data order continues as in the checkpoint: seed {wanted.seed}, shuffle {wanted.shuffle}, "
-                  f"probabilities {wanted.probs}")
+                        f"probabilities {wanted.probs}")
         if state["rows"] != self._rows:
-            warn_of_all("the data has the same number of rows as the checkpoint's, but other rows: the run continues after "
-                  f"the first {state['position']} rows of the order, and rows that were used may come again")
+            warn_of_all(
+                "the data has the same number of rows as the checkpoint's, but other rows: the run continues after "
+                f"the first {state['position']} rows of the order, and rows that were used may come again")
         self.blend, self.position, self._cached = wanted, state["position"], (-1, [])

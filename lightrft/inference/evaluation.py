@@ -1,9 +1,8 @@
 """Evaluation of checkpoints on the same prompts: answers of each, numbers with intervals, paired differences."""
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-
-from rich.table import Table
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
@@ -15,7 +14,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.utils.logging import get_logger
-from lightrft.utils.tables import render, screen
+from lightrft.utils.tables import fitting
 
 LATER = ("output_path", "pass_k", "maj_k", "pretrain")  # options that change no answer of a model
 
@@ -85,20 +84,22 @@ def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Mea
 def table(found: Sequence[Row], compared: Sequence[Row]) -> list[str]:
     """Return the lines of a table: a row per source, number and model, with intervals, and its difference to the first.
 
+    On a narrow terminal columns are left out: a source that is the only one, and counts.
+
     Args:
         found: the rows of ``results.jsonl``.
         compared: those of ``differences.jsonl``.
     """
     titles = ["source", "metric", "model", "prompts", "value"]
     titles += [f"minus {compared[0]['baseline']}", "better", "worse", "p"] if compared else []
-    lines = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        lines.add_column(title, justify="left" if title in ("source", "metric", "model") else "right", no_wrap=True)
     of = {_place(row): row for row in compared}
     order = list(dict.fromkeys(_place(row)[:2] for row in found))
-    for row in sorted(found, key=lambda row: order.index(_place(row)[:2])):  # models stay in their order
-        lines.add_row(*_place(row), str(row.get("prompts", "")), _cell(row), *_difference(of.get(_place(row))))
-    return render(lines, *screen())
+    ordered = sorted(found, key=lambda row: order.index(_place(row)[:2]))  # models stay in their order
+    cells = [(*_place(row), str(row.get("prompts", "")), _cell(row), *_difference(of.get(_place(row))))
+             for row in ordered]  # yapf: disable
+    columns = dict(zip(titles, zip_longest(*cells, fillvalue="")))
+    alone = ("source", ) * (len({row["source"] for row in found}) == 1)
+    return fitting(columns, ("source", "metric", "model"), (*alone, "prompts", "better", "worse"))
 
 
 def _place(row: Row) -> tuple[str, str, str]:

@@ -190,5 +190,5 @@ def recipe_for(item: RewardInput) -> RewardRecipe:
     known = f" Known recipes: {', '.join(sorted(RECIPES))}." if item.label or item.data_source else ""
     raise UserError(
         f"no reward recipe for label {item.label!r} or data source {item.data_source!r}.{known} Remedy: "
-        "name the reward, for example --reward math or --reward my_reward.py, or name the column of the label with --label_key (the row has "
-        f"{', '.join(item.columns) or 'no other columns'})")
+        "name the reward, for example --reward math or --reward my_reward.py, or name the column of the label with "
+        f"--label_key (the row has {', '.join(item.columns) or 'no other columns'})")

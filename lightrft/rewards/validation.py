@@ -86,8 +86,9 @@ def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> N
     totals = [score.total for score in scores]
     known = [total for total in totals[:-1] if total is not None]
     if len(ours) < len(parts) and known and totals[-1] is not None and max(known) <= totals[-1]:
-        warn_of_all(f"the reward scores the known-good answer {quoted(good_answers(manager, row)[0])} to {_name(row)} no "
-                    f"higher ({max(known):g}) than the known-bad {quoted(bad_answer(row))} ({totals[-1]:g})")
+        warn_of_all(
+            f"the reward scores the known-good answer {quoted(good_answers(manager, row)[0])} to {_name(row)} no "
+            f"higher ({max(known):g}) than the known-bad {quoted(bad_answer(row))} ({totals[-1]:g})")
 
 
 def _name(row: RewardInput) -> str:

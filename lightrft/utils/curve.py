@@ -135,8 +135,9 @@ def _draw(axes: Any, title: str, metrics: dict[str, str], rows: Sequence[dict[st
         axes.set_ylim(-0.03, 1.03)
     else:
         drawn = [0.0, *(value for line in axes.lines for value in line.get_ydata() if isfinite(value))]
-        low, high = min(drawn), max(drawn)
-        axes.set_ylim(1.07 * low - 0.07 * high * (low < 0), 1.07 * high - 0.07 * low * (high > 0) or float(low == 0))
+        least, most = min(drawn), max(drawn)
+        axes.set_ylim(least - 0.07 * (most - least) * (least < 0), most + 0.07 * (most - least) * (most > 0)
+                      or float(least == 0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(metrics) > 1 or title == ACCURACY:

@@ -114,10 +114,12 @@ class CaptureException:
     def text_below(self, file: str) -> str:
         """Format the traceback without the outer frames of ``file`` and of the import system, which called the foreign
         code; with them if there are no others."""
-        trace = start = self.cause.__traceback__ if self.cause is not None else None
+        trace = self.cause.__traceback__ if self.cause is not None else None
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith((file, "<frozen ")):
             trace = trace.tb_next
-        return "".join(traceback.format_exception(type(self.cause), self.cause, trace or start))
+        if self.cause is None or trace is None:
+            return self.text
+        return "".join(traceback.format_exception(type(self.cause), self.cause, trace))
 
 
 def leave_error(text: str, speaks: bool = True, ended: Callable[[], bool] = lambda: False) -> bool:

@@ -1,6 +1,6 @@
 """Tables of a run on the console: one row per step, and one per data source of an evaluation. They fit the terminal."""
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -151,16 +151,34 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
                if name.startswith("eval/") and name.endswith("/prompts")}  # yapf: disable
     if len(prompts) < 3:  # "all" and one source
         return []
-    width, colour = screen()
-    table = Table(box=None, pad_edge=False, header_style="bold")
     passed = sorted({name.rsplit("/", 1)[1] for name in metrics if name.startswith("eval/all/pass@")
                      and "/" not in name.removeprefix("eval/all/")}, key=lambda name: int(name[5:]))  # yapf: disable
-    for title in ("held-out", "prompts", *passed, "length", "unscored"):
-        table.add_column(title, justify="left" if title == "held-out" else "right", no_wrap=True)
-    for source, count in sorted(prompts.items(), key=lambda item: (item[0] == "all", item[0])):
-        cells = [_with_interval(metrics, f"eval/{source}/{name}") for name in passed]
-        length, unscored = metrics[f"eval/{source}/len"], metrics[f"eval/{source}/unscored"]
-        table.add_row(source, str(count), *cells, f"{length:.0f}", f"{unscored:.0f}")
+    sources = sorted(prompts, key=lambda source: (source == "all", source))
+    columns = {"held-out": sources, "prompts": [str(prompts[source]) for source in sources]}
+    columns |= {name: [_with_interval(metrics, f"eval/{source}/{name}") for source in sources] for name in passed}
+    columns |= {title: [f"{metrics[f'eval/{source}/{name}']:.0f}" for source in sources]
+                for title, name in (("length", "len"), ("unscored", "unscored"))}  # yapf: disable
+    return fitting(columns, ("held-out", ), ("length", "prompts", "unscored"))
+
+
+def fitting(columns: Mapping[str, Sequence[str]], left: Container[str], optional: Iterable[str]) -> list[str]:
+    """Return the lines of a table with columns that are as wide as their texts.
+
+    Args:
+        columns: the texts of each column, by its title.
+        left: titles of the columns that begin at their left.
+        optional: titles of the columns that a narrow terminal does not show, the first one to be left out first.
+    """
+    width, colour = screen()
+    shown = dict(columns)
+    for title in optional:
+        if sum(max(map(len, (name, *texts))) + 2 for name, texts in shown.items()) - 2 > width:
+            shown.pop(title, None)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in shown:
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+    for texts in zip(*shown.values()):
+        table.add_row(*texts)
     return render(table, width, colour)
 
 

@@ -12,6 +12,7 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.tree import options
 from lightrft.datasets.suites import load_suite, SUITES
+from lightrft.inference import evaluation
 from lightrft.inference.evaluation import model_names
 from lightrft.inference.loading import LoadedModel
 from lightrft.rewards.base import RewardInput
@@ -20,6 +21,7 @@ from lightrft.tests.support import launch, tiny, tiny_task
 from lightrft.tests.support.generate_flips import EVALUATE_FLIPS
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.runs import read_lines
+from lightrft.utils import tables
 from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
@@ -154,3 +156,18 @@ def test_an_evaluation_without_any_score_fails_and_keeps_the_answers(home, tmp_p
     reward.write_text("def reward(prompts, completions, **columns):\n    return [1.0] * len(completions)\n")
     with pytest.raises(UserError, match="the content of .*reward.py"):
         run(home, tmp_path, **given)
+
+
+@pytest.mark.parametrize("sources,width,gone", [(["own"], 80, {"source", "prompts"}), (["own"], 200, set()),
+                                                (["own", "other"], 75, {"prompts", "better", "worse"})])
+def test_a_narrow_terminal_shows_whole_numbers(sources, width, gone, monkeypatch):
+    monkeypatch.setattr(tables, "screen", lambda: (width, False))
+    interval = {"low": 0.25, "high": 0.75}
+    rows = [{"source": source, "metric": "pass@1", "model": model, "prompts": 200} for source in sources
+            for model in ("first", "second")]  # yapf: disable
+    found = [{**row, "value": 0.5, **interval} for row in rows]
+    apart = {"baseline": "first", "difference": 0.25, "better": 106, "worse": 6, "p": 1e-9, **interval}
+    head, *lines = evaluation.table(found, [{**row, **apart} for row in rows if row["model"] == "second"])
+    assert max(map(len, [head, *lines])) <= width and "…" not in "".join(lines)
+    assert {"source", "prompts", "better", "worse"} - set(head.split()) == gone, head
+    assert "+0.250 [0.25, 0.75]" in lines[1] and "1e-09" in lines[1] and len(lines) == len(rows)

@@ -79,7 +79,9 @@ def _import(path: Path) -> ModuleType:
     with CaptureException() as captured:
         spec.loader.exec_module(module)
     if captured.cause is not None:
-        raise UserError(f"reward file {path} raises while it is imported. Remedy: correct the file\n{captured.text_below(__file__)}")
+        raise UserError(
+            f"reward file {path} raises while it is imported. Remedy: correct the file\n{captured.text_below(__file__)}"
+        )
     return module
 
 

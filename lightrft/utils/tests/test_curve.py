@@ -69,9 +69,9 @@ def runs():
     suites = {f"eval/{name}/pass@{k}{part}": 1.0 for name in SUITES for k in (1, 16) for part in ("", "/low", "/high")}
     one = {"step": 1, "reward/mean": -3.0, "policy/entropy": 1e-9, "rollout/response_len/mean": 16384.0}
     sft = [{"step": 10**6 + i, "sft/loss": 1 / (i + 1), "eval/loss": 123456.0} for i in range(3)]
-    return {"suites": [*rows(), {"step": 40} | suites], "one": [one], "sft": sft,
-            "start": [{"step": 0, "eval/all/pass@1": 0.0}], "bad": [{"step": 1, "reward/mean": 0.0, "reward/a/mean": None,
-            "reward/b/mean": None, "policy/kl_ref": -1.0}]}  # yapf: disable
+    bad = {"step": 1, "reward/mean": 0.0, "reward/a/mean": None, "reward/b/mean": None, "policy/kl_ref": -1.0}
+    return {"suites": [*rows(), {"step": 40} | suites], "one": [one], "sft": sft, "bad": [bad],
+            "start": [{"step": 0, "eval/all/pass@1": 0.0}]}  # yapf: disable
 
 
 @pytest.mark.parametrize("name", runs())
