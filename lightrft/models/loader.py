@@ -375,7 +375,8 @@ def freeze(model: nn.Module, words: list[str], modality: ActorModality) -> None:
         for name in matched:
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise UserError(f"--freeze_prefix {' '.join(words)} leaves nothing to train")
+        raise UserError(f"--freeze_prefix {' '.join(words)} leaves nothing to train. Leave out one of the parts "
+                        f"{', '.join(parts)}, or name layers (a projector may be inside of a tower: language blocks)")
     if words:
         frozen = sum(parameter.numel() for parameter in named.values() if not parameter.requires_grad)
         total = sum(parameter.numel() for parameter in named.values())

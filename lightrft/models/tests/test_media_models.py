@@ -135,8 +135,14 @@ def test_media_that_do_not_fit_their_tokens_are_named_by_sequence(rig):
 def test_words_that_name_nothing_are_refused_with_the_parts(rig):
     with pytest.raises(UserError, match="'audio' matches no parameter; parts of this model are language, visual, proj"):
         actor_of(rig, freeze_prefix=["audio"])
-    with pytest.raises(UserError, match="leaves nothing to train"):
+    with pytest.raises(UserError, match="leaves nothing to train. Leave out one of the parts language, visual, proj"):
         actor_of(rig, freeze_prefix=["visual", "language"])
+
+
+def test_a_projector_inside_of_a_tower_is_trained_alone(rig):
+    alone = actor_of(rig, freeze_prefix=["language", "blocks", "patch_embed", "pos_embed"])
+    trained = [name for name, weight in alone.named_parameters() if weight.requires_grad]
+    assert trained and all("merger" in name for name in trained)
 
 
 @pytest.mark.parametrize("family, prefix", [("qwen3_vl", "value_head"), *((name, "score") for name in FAMILIES)])
