@@ -48,6 +48,8 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
         return "is not a causal language model" + remedy
     if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
         return f"was saved as {config.architectures[0]}, an encoder" + remedy
+    if config_value(config, "type_vocab_size", 0) and not config_value(config, "is_decoder", True):
+        return "is an encoder (its is_decoder is false)" + remedy
     if text.model_type in SINKS:
         return "uses attention sinks, which packed attention does not support" + remedy
     if layers:
