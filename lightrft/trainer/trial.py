@@ -12,6 +12,7 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.options import show
 from lightrft.config.schema import Config, DataConfig
+from lightrft.config.stages import check_total, steps_of_data
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
@@ -146,6 +147,7 @@ def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
             check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
         if all(map(_is_here, config.data.prompt_data)):
             check_batch(rollout.rollout_batch_size, rows, config.BATCH)
+            check_total(config, steps_of_data(config, rows))
     except UserError as error:
         yield f"warning: with this model and these rows the run would end at its start: {error}"
 
