@@ -111,7 +111,7 @@ class RLPreflight(TrainingPreflight):
     def pretraining_tokens(self, world_size: int) -> int:
         """Count the tokens of a micro-batch of ``--pretrain_data``."""
         c = self.config
-        rows = ceil((c.ptx.ptx_batch_size or c.train.train_batch_size) / world_size)
+        rows = ceil(c.pretraining_rows / world_size)
         held = cut_rows(c, rows, lambda count: count * c.pretrain_len)
         return held[0] if c.ptx.pretrain_data else 0
 

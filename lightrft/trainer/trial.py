@@ -121,10 +121,10 @@ def _try_generation(config: GenerateConfig, context: TrialContext = DEFAULT) -> 
 def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
     found: Found = {}
     rows, tokenizer = yield from _generated(config, ["train", "eval"], found, context.cuda)
-    yield from _ends_at_its_start(config, rows["train"])
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
-    yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
+    lines, beside = _on_disk(config.ptx.as_data_config(config.data), "train")
+    yield from (*lines, *_ends_at_its_start(config, rows["train"], sum(map(len, beside))))
     store = None
     if tokenizer is not None and config.reward.reward_pretrain:
         store = open_media(str(config.model.pretrain), tokenizer, config.data)
@@ -138,7 +138,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
         rewards.shutdown()
 
 
-def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
+def _ends_at_its_start(config: Config, rows: int, beside: int) -> Iterator[str]:
     """Yield problems that would end the run before its first step. Here they are no errors, because a plan may use a
     small model and a few rows in place of the real ones."""
     path, rollout = str(config.model.pretrain), config.rollout
@@ -148,6 +148,8 @@ def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
         if all(map(_is_here, config.data.prompt_data)):
             check_batch(rollout.rollout_batch_size, rows, config.BATCH)
             check_total(config, steps_of_data(config, rows))
+        if config.ptx.pretrain_data and all(map(_is_here, config.ptx.pretrain_data)):
+            check_batch(config.pretraining_rows, beside, "ptx_batch_size")
     except UserError as error:
         yield f"warning: with this model and these rows the run would end at its start: {error}"
 
