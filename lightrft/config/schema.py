@@ -362,6 +362,11 @@ class Config(Tree):
         return self.ptx.pretrain_max_len or self.sequence_len
 
     @property
+    def pretraining_rows(self) -> int:
+        """Rows of the pretraining data in each optimizer step of the policy."""
+        return self.ptx.ptx_batch_size or self.train.train_batch_size
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps on one rollout batch."""
         return ceil(self.rollout.samples / self.train.train_batch_size) * self.train.max_epochs

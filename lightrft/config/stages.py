@@ -73,12 +73,30 @@ def stage_options(entries: list[str]) -> dict[str, Any]:
     return {"generate_max_len": stages.longest} | ({"max_steps": stages.end} if stages.end else {})
 
 
-def check_total(entries: list[str], total: int) -> None:
-    """Raise :class:`ConfigError` if a run of ``total`` steps, as the data gives, ends before the last stage."""
-    last = Stages(entries).starts[-1] if entries else 0
+def steps_of_data(c: Config, rows: int) -> int:
+    """Steps of a run on ``rows`` prompts: ``max_steps``, or the batches in ``num_episodes`` passes over them. Dynamic
+    sampling makes a step of the rows that are left at the end."""
+    size, draws = c.rollout.rollout_batch_size, c.train.num_episodes * rows
+    return c.train.max_steps or (draws + (size - 1 if c.rollout.dynamic_sampling else 0)) // size
+
+
+def check_total(c: Config, total: int) -> None:
+    """Raise :class:`ConfigError` if a run of ``total`` steps, as the data gives, ends before its last stage, or before
+    the policy is trained."""
+    entries = c.rollout.stages
+    last, frozen = Stages(entries).starts[-1] if entries else 0, [*never_trained(c.train.freezing_actor_steps, total)]
     if total <= last and Stages(entries).end is None:
         raise ConfigError(f"--stages {','.join(entries)}: the last stage begins after {last} steps, and the data gives "
                           f"{total}; raise --num_episodes or set --max_steps")
+    if frozen:
+        raise ConfigError(frozen)
+
+
+def never_trained(frozen: int, total: int) -> Iterator[str]:
+    """Yield the problem of a run of ``total`` steps (0: not known yet) in all of which the policy is ``frozen``."""
+    if 0 < total <= frozen:
+        yield (f"--freezing_actor_steps {frozen}: the policy is never trained in {total} step{'s' * (total > 1)}; "
+               f"nearest valid value: {total - 1}, or make the run longer (--max_steps, --num_episodes)")
 
 
 def length_problems(c: Config) -> Iterator[str]:

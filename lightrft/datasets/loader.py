@@ -156,9 +156,9 @@ class PromptLoader(Generic[Item]):
         """Number of episodes whose rows were all returned."""
         return self.position // self.blend.rows
 
-    def steps(self, episodes: int, partial: bool = False) -> int:
-        """Return the full batches in ``episodes`` episodes; with ``partial`` the rows left at the end are one more."""
-        return (self.draws(episodes) + (self.batch_size - 1 if partial else 0)) // self.batch_size
+    def steps(self, episodes: int) -> int:
+        """Return the full batches in ``episodes`` episodes."""
+        return self.draws(episodes) // self.batch_size
 
     def draws(self, episodes: int) -> int:
         """Return the number of rows in ``episodes`` episodes."""

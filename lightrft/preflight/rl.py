@@ -6,7 +6,7 @@ from typing import Any
 
 from lightrft.config.engines import ENGINES
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
-from lightrft.config.stages import length_problems
+from lightrft.config.stages import length_problems, never_trained
 from lightrft.models.activations import ModelShape
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings, trains_critic
 from lightrft.preflight.base import TrainingPhases
@@ -112,7 +112,7 @@ class RLPreflight(TrainingPreflight):
     def pretraining_tokens(self, world_size: int) -> int:
         """Count the tokens of a micro-batch of ``--pretrain_data``."""
         c = self.config
-        rows = ceil((c.ptx.ptx_batch_size or c.train.train_batch_size) / world_size)
+        rows = ceil(c.pretraining_rows / world_size)
         held = cut_rows(c, rows, lambda count: count * c.pretrain_len)
         return held[0] if c.ptx.pretrain_data else 0
 
@@ -224,13 +224,6 @@ def _rollout(c: Config) -> Iterator[str]:
 
 def _train(c: Config) -> Iterator[str]:
     yield from never_trained(c.train.freezing_actor_steps, c.train.max_steps)
-
-
-def never_trained(frozen: int, total: int) -> Iterator[str]:
-    """Yield the problem of a run of ``total`` steps (0: not known yet) in all of which the policy is ``frozen``."""
-    if 0 < total <= frozen:
-        yield (f"--freezing_actor_steps {frozen}: the policy is never trained in {total} step{'s' * (total > 1)}; "
-               f"nearest valid value: {total - 1}, or make the run longer (--max_steps, --num_episodes)")
 
 
 def _eval(c: Config) -> Iterator[str]:

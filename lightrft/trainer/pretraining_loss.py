@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
-from lightrft.datasets.loader import PromptLoader
+from lightrft.datasets.loader import check_batch, PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTExample
 from lightrft.models.loader import check_context
@@ -25,7 +25,6 @@ from lightrft.trainer.optimizer_step import Passes
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience
-from lightrft.utils.errors import UserError
 
 METRIC = "policy/ptx_loss"  # nats per token, before the weight
 
@@ -35,15 +34,17 @@ def read_pretraining(config: Config, tokenizer: PreTrainedTokenizerBase,
     """Read the rows of ``--pretrain_data``; none without that option.
 
     Raises:
-        UserError: rows cannot be used, or may be longer than the model's context.
+        UserError: rows cannot be used, may be longer than the model's context, or are fewer than one batch.
     """
     ptx = config.ptx
     if not ptx.pretrain_data:
         return []
     if ptx.pretrain_max_len:
         check_context(config.model.pretrain, pretrain_max_len=ptx.pretrain_max_len)
-    return PretrainingDataset(ptx.as_data_config(config.data), tokenizer, config.pretrain_len, media=media,
+    rows = PretrainingDataset(ptx.as_data_config(config.data), tokenizer, config.pretrain_len, media=media,
                               learning=Learning(whole=ptx.pretrain_mode))
+    check_batch(config.pretraining_rows, len(rows), "ptx_batch_size")  # before any model is loaded
+    return rows
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,8 @@ class PretrainingLoss:
     nll = GPTLMLoss()
 
     def __init__(self, config: Config, strategy: StrategyBase, rows: Sequence[SFTExample]) -> None:
-        train, size = config.train, config.ptx.ptx_batch_size or config.train.train_batch_size
-        if len(rows) < size:
-            raise UserError(f"--ptx_batch_size {size}: --pretrain_data has {len(rows)} usable rows, fewer than one "
-                            f"batch; nearest valid value: {len(rows)}")
-        self.coef, self.strategy = config.ptx.ptx_coef, strategy
-        self.loader = PromptLoader(rows, size, config.data.shuffle, train.seed)
+        train, self.coef, self.strategy = config.train, config.ptx.ptx_coef, strategy
+        self.loader = PromptLoader(rows, config.pretraining_rows, config.data.shuffle, train.seed, "ptx_batch_size")
         self.limits = MicroBatchLimits(train.micro_train_batch_size, train.max_tokens_per_micro_batch)
 
     def draw(self, actor: Prepared, sums: MetricSums) -> PretrainingPasses:

@@ -9,15 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 import lightrft.algorithms  # noqa: F401  (fills the registries)
 from lightrft.algorithms.base import ADVANTAGES
-from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
-from lightrft.config.stages import check_total
+from lightrft.config.stages import check_total, steps_of_data
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import check_context, load_actor, load_critic, logit_count
 from lightrft.models.packed_model import PackedModel
-from lightrft.preflight.rl import never_trained
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_spread, probe
@@ -209,11 +207,8 @@ class SPMDPPOTrainer(PPOTrainer):
                  rewards: RewardManager | None = None, environment: Environment | None = None,
                  media: MediaSource | None = None, pretraining: Sequence[SFTExample] = ()) -> None:
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, config.train.seed)
-        total = config.train.max_steps or loader.steps(config.train.num_episodes,
-                                                       partial=config.rollout.dynamic_sampling)
-        check_total(config.rollout.stages, total)
-        if problems := [*never_trained(config.train.freezing_actor_steps, total)]:
-            raise ConfigError(problems)
+        total = steps_of_data(config, len(prompts))
+        check_total(config, total)
         ready, timer = _prepare(config, strategy, models, tokenizer, media, total), timer or Timer()
         store = media if isinstance(media, MediaStore) else None
         rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device, strategy,

@@ -12,6 +12,7 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.options import show
 from lightrft.config.schema import Config, DataConfig
+from lightrft.config.stages import check_total, steps_of_data
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.decoding import decode
@@ -120,10 +121,10 @@ def _try_generation(config: GenerateConfig, context: TrialContext = DEFAULT) -> 
 def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
     found: Found = {}
     rows, tokenizer = yield from _generated(config, ["train", "eval"], found, context.cuda)
-    yield from _ends_at_its_start(config, rows["train"])
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
-    yield from _on_disk(config.ptx.as_data_config(config.data), "train")[0]
+    lines, beside = _on_disk(config.ptx.as_data_config(config.data), "train")
+    yield from (*lines, *_ends_at_its_start(config, rows["train"], sum(map(len, beside))))
     store = None
     if tokenizer is not None and config.reward.reward_pretrain:
         store = open_media(str(config.model.pretrain), tokenizer, config.data)
@@ -137,7 +138,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
         rewards.shutdown()
 
 
-def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
+def _ends_at_its_start(config: Config, rows: int, beside: int) -> Iterator[str]:
     """Yield problems that would end the run before its first step. Here they are no errors, because a plan may use a
     small model and a few rows in place of the real ones."""
     path, rollout = str(config.model.pretrain), config.rollout
@@ -146,6 +147,9 @@ def _ends_at_its_start(config: Config, rows: int) -> Iterator[str]:
             check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
         if all(map(_is_here, config.data.prompt_data)):
             check_batch(rollout.rollout_batch_size, rows, config.BATCH)
+            check_total(config, steps_of_data(config, rows))
+        if config.ptx.pretrain_data and all(map(_is_here, config.ptx.pretrain_data)):
+            check_batch(config.pretraining_rows, beside, "ptx_batch_size")
     except UserError as error:
         yield f"warning: with this model and these rows the run would end at its start: {error}"
 

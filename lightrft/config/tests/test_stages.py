@@ -72,10 +72,11 @@ def test_contradictions(argv: list[str], parts: list[str]) -> None:
 @pytest.mark.parametrize("entries,total,fine", [([], 1, True), (["4:2", "8"], 3, True), (["4:2", "8"], 2, False),
                                                 (["4:2", "8:1"], 3, True)])
 def test_the_data_must_reach_the_last_stage(entries: list[str], total: int, fine: bool) -> None:
+    config = build(Config, {"stages": entries})
     if fine:
-        return check_total(entries, total)
+        return check_total(config, total)
     with pytest.raises(ConfigError, match="begins after 2 steps, and the data gives 2; raise --num_episodes"):
-        check_total(entries, total)
+        check_total(config, total)
 
 
 def test_the_preset_can_be_in_a_file(tmp_path: Any) -> None:

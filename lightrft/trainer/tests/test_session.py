@@ -109,9 +109,15 @@ def test_a_dry_run_gives_a_reward_the_form_of_the_run(home, tmp_path, capsys, no
 @pytest.mark.parametrize("given,told", [
     ({"rollout_batch_size": 8, "train_batch_size": 16}, "--rollout_batch_size 8: a batch cannot be filled"),
     ({"generate_max_len": 10**6}, "tokens are more than the"),
+    ({"pretrain_data": "train.jsonl"}, "--ptx_batch_size 8: a batch cannot be filled, the data has 6 rows"),
+    ({"max_steps": 0, "advantage_estimator": "gae", "freezing_actor_steps": 1
+      }, "the policy is never trained in 1 step"),
+    ({"max_steps": 0, "generate_max_len": 8, "stages": "4:1,8"}, "begins after 1 steps, and the data gives 1"),
     ({}, ""),
 ])
-def test_a_dry_run_warns_of_what_ends_the_run_at_its_start(home, tmp_path, capsys, no_strategy, given, told):
+def test_a_dry_run_warns_of_what_ends_the_run_at_its_start(home, tmp_path, capsys, monkeypatch, no_strategy, given,
+                                                           told):
+    monkeypatch.chdir(home)
     with pytest.raises(SystemExit):
         train.main([*words(home, tmp_path / "run", reward="exact", **given), "--dry_run"])
     said = capsys.readouterr().out
