@@ -191,7 +191,7 @@ def test_passes_during_generation_have_one_stream_and_the_gpu_of_their_rank(tmp_
     passes = [each for each in queued if each[1] not in captured]
     stream = passes[0][1]
     assert captured and passes == [("wait", stream, program), ("enter", stream)] * 2
-    assert chosen.count("early passes") == 2
+    assert chosen.count("overlapped passes") == 2
 
 
 def test_adapters_leave_the_generator_of_the_gpu_as_it_was(monkeypatch):

@@ -40,7 +40,7 @@ class PassThread:
         self._open: list[Sample] = []
         self._packs: SimpleQueue[list[Sample]] = SimpleQueue()  # the last one is empty
         self._caught = CaptureException()
-        self._thread = threading.Thread(target=self._run, name="early passes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="overlapped passes", daemon=True)
 
     def __enter__(self) -> "PassThread":
         if self._stream is not None:  # runs alongside the engine's kernels, once the weights are loaded
@@ -119,7 +119,7 @@ class OverlappedPasses:
         """Run the passes of one generation; it ends when those of all ranks are done."""
         self.thread = PassThread(self.strategy, self.logprobs.wanted(self.num_samples), self.logprobs.limits,
                                  self.n_per_prompt, self.stream)
-        with self.timer("early_passes"), self.thread:
+        with self.timer("overlapped_passes"), self.thread:
             yield
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:

@@ -89,7 +89,7 @@ _two = partial(Column, write="{:.2f}".format)
 _NAMED_PHASES = (
     _two("rollout", 8, _seconds("rollout", "greedy", "gather")),
     _two("scoring", 8, _seconds("reward")),
-    _two("passes", 7, _seconds("old_logprobs", "ref", "teacher", "values", "early_passes")),
+    _two("passes", 7, _seconds("old_logprobs", "ref", "teacher", "values", "overlapped_passes")),
     _two("update", 7, _seconds("update")),
 )
 _PHASES = (*_NAMED_PHASES, _two("rest", 7, _rest))

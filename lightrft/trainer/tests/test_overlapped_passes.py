@@ -74,9 +74,9 @@ def test_rewards_and_passes_start_before_generation_ends(engine, home, tmp_path)
     rollout(made)
     made.engine.shutdown()
     assert begun.is_set() and at["begin"][0] < at["pass"][0] < steps[0] and len(at["begin"]) == 16, (at, steps)
-    assert set(seen) == {"early passes"} and len(seen) == 8, "16 samples, 2 in a pass, each seen once"
-    assert made.timer.seconds("old_logprobs") == 0 < made.timer.seconds("early_passes")
-    assert "early passes" not in [thread.name for thread in threading.enumerate()]
+    assert set(seen) == {"overlapped passes"} and len(seen) == 8, "16 samples, 2 in a pass, each seen once"
+    assert made.timer.seconds("old_logprobs") == 0 < made.timer.seconds("overlapped_passes")
+    assert "overlapped passes" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_timing_changes_nothing(home, tmp_path):
@@ -90,7 +90,7 @@ def test_timing_changes_nothing(home, tmp_path):
     assert steady(first.lines) == steady(second.lines)
     assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
     assert first.lines[0]["policy/first_ratio_gap"] < 1e-5 and isinstance(made.maker.overlapped, OverlappedPasses)
-    assert "time/early_passes_s" in first.metrics
+    assert "time/overlapped_passes_s" in first.metrics
 
 
 @pytest.mark.parametrize("where", ["pass", "engine"])
@@ -108,7 +108,7 @@ def test_an_error_in_either_thread_ends_the_run_with_its_own_message(where, home
             requests, sampling, lambda *a: (finished(*a), fail())[0], arrived, turns)
     with pytest.raises(RuntimeError, match=f"{'a pass' if where == 'pass' else 'the engine'} went wrong"):
         rollout(made)
-    assert made.timer.phase().startswith(("rollout", "early_passes"))
+    assert made.timer.phase().startswith(("rollout", "overlapped_passes"))
 
 
 JUDGE = """
@@ -146,4 +146,4 @@ def test_a_pass_that_fails_on_one_rank_ends_all(home, tmp_path):
     run = launch.launch(tmp_path / "a", options, 2, FAULT="reference@1")
     assert all(run.wait(60)), run.output
     assert "the reference of this rank is broken" in run.log(1)
-    assert re.search("rank 1 .*in phase (rollout|early_passes)", run.log(0)), run.output
+    assert re.search("rank 1 .*in phase (rollout|overlapped_passes)", run.log(0)), run.output
