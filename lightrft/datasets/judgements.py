@@ -82,11 +82,12 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
     behind the candidates are dropped.
 
     Raises:
-        DataError: a text is missing, the candidates are equal in a row that is no tie, or the judgement ends with
-            another answer.
+        DataError: a text is missing, the candidates are equal in a row that is no tie, or end different chats, or the
+            judgement ends with another answer.
     """
     prompt = _text(row, cfg.prompt_key, where, ())
     chosen, rejected = (_text(row, name, where, ends, last=True) for name in (cfg.chosen_key, cfg.rejected_key))
+    _check_question(row, cfg, where)
     media, tie = _media(row, cfg, (prompt, chosen, rejected), second, where), is_tie(row, where)
     if chosen == rejected and not tie and not media:
         raise DataError(
@@ -101,6 +102,15 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
         raise DataError(f"{where}: the judgement ends with {verdict(said)!r}, and {ANSWERS[right]!r} is right in this "
                         "order. Write {chosen} and {rejected} for the names of the candidates")
     return Judgement(request(judge_format(cfg).instruction, prompt, first, last), said, right, media)
+
+
+def _check_question(row: Row, cfg: JudgeDataConfig, where: str) -> None:
+    """Raise a :class:`DataError` for candidates that end different chats."""
+    chosen, rejected = ([] if isinstance(row[name], str) else to_messages(row[name], where)[:-1]
+                        for name in (cfg.chosen_key, cfg.rejected_key))  # yapf: disable
+    if chosen != rejected and chosen and rejected:
+        raise DataError(f"{where}: the candidates end different chats, so they answer different questions. Correct or "
+                        "remove the row")
 
 
 def _said(row: Row, key: str, where: str) -> str:

@@ -107,7 +107,7 @@ def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
 def _check_asked(prompt: Answer, row: Row, cfg: PairDataConfig, where: str) -> None:
     """Raise a :class:`PairError` for turns of the column of prompts that whole chats with their own ``prompt`` lack."""
     asked = row.get(cfg.prompt_key)
-    if isinstance(asked, list) and not missing(row.get(cfg.chosen_key)):
+    if isinstance(asked, (list, dict)) and not missing(row.get(cfg.chosen_key)):
         lost = [turn for turn in to_messages(asked, where) if turn not in prompt]
         if lost:
             raise PairError(f"{where}: the answers are whole chats without the turn of {lost[0]['role']!r} in the "

@@ -129,6 +129,12 @@ def test_rows_that_cannot_be_compared(build, name, capsys):
         build([row], pair_policy="skip")
 
 
+def test_a_prompt_of_a_single_turn_that_chats_lack():
+    row = {"prompt": ASK | {"content": "2+2?"}, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    with pytest.raises(DataError, match="row 1: the answers are whole chats without the turn of 'user'"):
+        to_pair(row, PairDataConfig(), "row 1")
+
+
 @pytest.mark.parametrize("option", ["prompt_key", "chosen_key", "rejected_key"])
 def test_a_named_column_that_no_row_has(build, option):
     """Also where the answers share words that could be a prompt, and whatever the policy."""

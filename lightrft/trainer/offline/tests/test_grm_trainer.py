@@ -77,6 +77,10 @@ def test_media_follow_their_candidates():
     ({"prompt": None}, "the row has no prompt"),
     ({"tie": "false"}, "row 1: the column 'tie' is 'false': expected true or false"),
     ({"judgement": "<answer>Response 2 is better</answer>"}, "ends with 'Response 2 is better', and 'Response 1"),
+    ({
+        name: [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for name, asked, said in (("chosen", "2+2?", "4"), ("rejected", "2+3?", "6"))
+    }, "row 1: the candidates end different"),
     ({"judgement": 5}, "row 1: the column 'judgement' is 5: expected a text"),
     ({"chosen": [{"role": "user", "content": "2+2?"}]}, "row 1: chosen ends with a turn of 'user'"),
     ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "has media inside its messages"),
