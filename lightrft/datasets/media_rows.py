@@ -185,8 +185,8 @@ def _check_objects(row: Row, messages: list[Message], where: str) -> None:
     """
     mark = next((mark for mark in _OBJECTS for turn in messages if mark in _words(turn)), None)
     if mark is not None and row.get("objects"):
-        raise MediaError(f"{where}: {mark} in a text stands for a name or coordinates in the column 'objects', which is "
-                         "not read: each model writes coordinates in its own form. Write them in the text")
+        raise MediaError(f"{where}: {mark} in a text stands for a name or coordinates in the column 'objects', which "
+                         "is not read: each model writes coordinates in its own form. Write them in the text")
 
 
 def _flags(takes: Sequence[str]) -> str:
@@ -262,9 +262,9 @@ def plain_marks(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes:
         found = [i for i, (row, chat) in enumerate(zip(rows.rows, chats)) if not any(name in row for name in columns)
                  and any(f"<{kind}>" in _words(turn) for turn in chat)]  # yapf: disable
         if found:
-            yield (f"{rows.where(found[0])}: <{kind}> in {len(found)} of {len(rows)} rows is read as plain words, because "
-                   f"the row has no column {' or '.join(columns)} (it has {', '.join(rows.rows[found[0]])}). If it "
-                   f"stands for a medium, name its column with --{kind}s_key")
+            yield (f"{rows.where(found[0])}: <{kind}> in {len(found)} of {len(rows)} rows is read as plain words, "
+                   f"because the row has no column {' or '.join(columns)} (it has {', '.join(rows.rows[found[0]])}). "
+                   f"If it stands for a medium, name its column with --{kind}s_key")
 
 
 def _words(message: Message) -> str:

@@ -76,8 +76,7 @@ class MediaStore:
         takes: kinds of media that the model takes; rows with others are refused.
 
     Attributes:
-        media: those of the rows, by key.
-        decoded: media decoded so far.
+        media, decoded: those of the rows by key, and how many were decoded so far.
         most: most media of each kind in one row that a data set keeps; the same on all ranks.
         disk: keeps processed media for other ranks and runs; None: nothing does.
         settings: hash of everything but the content that decides about the tensors of a medium.
