@@ -87,8 +87,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _untie(base: "PreTrainedModel", adapter: Path) -> None:
-    """Give the head of ``base`` weights of its own if they are those of the embedding, and ``adapter`` changes one of
-    the two: PEFT computes with it alone.
+    """Untie the head of ``base`` from the embedding if ``adapter`` changes one of the two: PEFT computes with it alone.
 
     Raises:
         UserError: one LoRA is for both.

@@ -49,7 +49,7 @@ class PackedModel(nn.Module):
 
     @property
     def attention(self) -> float:
-        """Cost of attention (:attr:`ModelShape.attention`); 0 if the config does not tell."""
+        """Cost of attention (:attr:`ModelShape.attention`); 0 for a config without the usual names."""
         shape = ModelShape.of(self.hf_model.config)
         return shape.attention if shape else 0.0
 
