@@ -22,6 +22,10 @@ def _apply_liger_kernel_to_instance(model, **given):
 """
 
 
+def loaded():
+    return [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]
+
+
 @pytest.fixture
 def liger(tmp_path, monkeypatch):
     """A function that puts ``source`` in the place of ``liger_kernel.transformers``."""
@@ -34,11 +38,13 @@ def liger(tmp_path, monkeypatch):
         (folder / "monkey_patch.py"
          ).write_text("MODEL_TYPE_TO_APPLY_LIGER_FN = dict.fromkeys(['qwen2', 'mixtral', 'gemma3_text'])")
         monkeypatch.syspath_prepend(tmp_path)
-        for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        for name in loaded():
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
-    return write
+    yield write
+    for name in loaded():  # plans look for the package
+        del sys.modules[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for CPU")
