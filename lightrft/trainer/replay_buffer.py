@@ -92,10 +92,8 @@ def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
 
 
 def pass_cost(units: Iterable[list[int]], lens: list[int], near: Near | None, attention: float) -> int:
-    """Estimate the time of a forward pass over ``units``, in tokens: a token takes longer the more tokens it sees.
-
-    ``attention``: cost of the tokens that a sequence of one token sees, as in :func:`plan_mini_batch`.
-    """
+    """Estimate the time of a forward pass over ``units``, in tokens that see nothing; ``attention`` as in
+    :func:`plan_mini_batch`."""
     units = list(units)
     pairs = sum(lens[i]**2 for i in chain.from_iterable(units)) if attention else 0
     return pass_tokens(units, lens, near) + round(attention * pairs)
@@ -131,9 +129,10 @@ def _fill(units: list[list[int]], weights: list[int], rows: int, parts: int) -> 
 
 def _cut(units: list[list[int]], lens: list[int], near: Near | None, limits: MicroBatchLimits,
          parts: int) -> list[list[list[int]]]:
-    """Return the fewest balanced parts (at least ``parts``) that respect the limits.
+    """Return balanced parts (at least ``parts``) that respect the limits, as few as a short search finds.
 
-    Counts are tried in growing steps, then between the last two: a batch may need hundreds more than the first one.
+    Counts are tried in growing steps, then between the last two: a batch may need hundreds more than the first one. A
+    larger count that does not fit may hide a smaller one that does; 1 in 300 random batches got a part more.
     """
     weights = [pass_tokens([unit], lens, near) for unit in units]
     cut = cache(partial(_fill, units, weights, limits.rows))

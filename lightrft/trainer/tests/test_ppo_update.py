@@ -31,6 +31,11 @@ def test_steps_are_epochs_times_mini_batches(home, tmp_path, options, steps):
     assert trainer.prepared["actor"].scheduler.last_epoch == steps
 
 
+def test_the_plan_knows_the_cost_of_attention(home, tmp_path):
+    trainer, rollout = made(home, tmp_path)
+    assert rollout.buffer.attention == trainer.prepared["actor"].model.attention > 0
+
+
 def test_the_reported_loss_is_the_mean_over_steps(home, tmp_path):
     """With ratio 1 the loss of a mini-batch is minus the mean advantage of its tokens."""
     trainer, rollout = made(home, tmp_path, advantage_estimator="reinforce", train_batch_size=4,

@@ -104,6 +104,15 @@ def test_only_assistant_turns_are_learnt(base, tmp_path):
     assert torch.equal(logprobs != 0, exp.loss_mask)
 
 
+def test_the_plan_knows_the_cost_of_attention(base, tmp_path, monkeypatch):
+    trainer, given = trainer_of(config_of(base, tmp_path)), []
+    plan = offline_trainer.plan_mini_batch
+    monkeypatch.setattr(offline_trainer, "plan_mini_batch",
+                        lambda *args, **more: given.append(more) or plan(*args, **more))
+    trainer.plan_of(pack_rows(trainer.loader.dataset[:4]))
+    assert given[0]["attention"] == trainer.actor.model.attention > 0
+
+
 def test_loss_falls(base, tmp_path):
     config = config_of(base, tmp_path, max_steps=30, learning_rate=1e-2)
     run(config)
