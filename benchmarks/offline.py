@@ -9,8 +9,8 @@ answer, without padding. ``--quick`` has two short steps.
 
 TRL computes in float32 as here, without gradient checkpointing, 8 conversations or 4 pairs in a pass. ``trl, padding
 free`` is its SFT with one sequence of all rows of a pass, ``trl, packed`` with rows packed to 1024 tokens, of which a
-step has about as many tokens; its DPO and its reward models have neither. This trainer has passes of at most 8192
-tokens, with the prompt of a pair once.
+step has about as many tokens; its DPO and its reward models have neither. This trainer has passes of at most 1024
+tokens, about those of TRL's 8 conversations without their padding, with the prompt of a pair once.
 """
 import random
 import sys
@@ -25,7 +25,7 @@ from peers import main, make_ragged, Meter, TRL, WARM_UP
 PROMPT, ANSWER = (8, 64), (8, 512)  # tokens
 OURS: dict[str, Any] = dict(
     lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=1.0, adam_betas=[0.9, 0.95], max_len=1024, shuffle=False,
-    max_tokens_per_micro_batch=8192, disable_ckpt=True, strategy="single", logging_steps=1000)  # yapf: disable
+    max_tokens_per_micro_batch=1024, disable_ckpt=True, strategy="single", logging_steps=1000)  # yapf: disable
 PACKED = {"packing": True, "max_length": 1024}
 PAIR_SIDES = ("trl", "lightrft")
 
