@@ -146,7 +146,7 @@ class DeepspeedStrategy(DistributedStrategy):
         self._meshes.clear()
 
     def _destroy_groups(self) -> None:
-        """Extend :meth:`DistributedStrategy._destroy_groups`: DeepSpeed forgets its groups too, or it would take them for
+        """Override :meth:`DistributedStrategy._destroy_groups`: DeepSpeed forgets its groups too, or takes them for
         those of the next run in this process."""
         comm = import_deepspeed().comm
         destroy = comm.destroy_process_group if comm.is_initialized() else super()._destroy_groups

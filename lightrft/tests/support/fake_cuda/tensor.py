@@ -260,6 +260,8 @@ class Calls(TorchFunctionMode):
             return args[0].to(LAZY)
         if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor) != isinstance(args[1], CudaTensor):
             return _replace(args[0], args[1])
+        if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor):
+            args[0].data_on_host = args[1].data_on_host
         made = {torch.tensor: args[0] if args else None, Tensor.new_tensor: args[1] if len(args) > 1 else None}
         if func in made and (on_device(kwargs.get("device")) or isinstance(args[0], CudaTensor)):
             if func is Tensor.new_tensor:
