@@ -146,8 +146,8 @@ class DeepspeedStrategy(DistributedStrategy):
         self._meshes.clear()
 
     def _destroy_groups(self) -> None:
-        """Override :meth:`DistributedStrategy._destroy_groups`: DeepSpeed forgets its groups too, or takes them for
-        those of the next run in this process."""
+        """Override :meth:`DistributedStrategy._destroy_groups`: DeepSpeed forgets its groups too. It would use them
+        again in the next run of this process."""
         comm = import_deepspeed().comm
         destroy = comm.destroy_process_group if comm.is_initialized() else super()._destroy_groups
         destroy()
