@@ -20,8 +20,9 @@ from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
+from lightrft.models.freezing import freeze, frozen_names
 from lightrft.models.liger import apply_liger
-from lightrft.models.lora import add_lora, base_model, hf_name
+from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
 from lightrft.models.reward_model import (check_language, cut_layers, ProcessRewardModel, reward_class, RewardHead,
                                           RewardKind, RewardModel)
@@ -30,7 +31,6 @@ from lightrft.models.weight_files import name_as_published, Place, StandIns, sta
 from lightrft.utils.errors import first_line, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.hub import model_folder
-from lightrft.utils.logging import get_logger
 from lightrft.utils.tensors import to_meta
 
 Model = TypeVar("Model", bound=PackedModel)
@@ -143,10 +143,29 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: the path or the architecture does not fit.
     """
+    return {name: tuple(parameter.shape) for name, parameter in _without_data(path)[0].named_parameters()}
+
+
+def trained_share(path: str, words: list[str]) -> tuple[float, bool]:
+    """Return the share of the parameters of the model at ``path`` that ``--freeze_prefix`` leaves to train, and whether
+    its head is among them, from its config.json alone.
+
+    Raises:
+        ValueError: also of :func:`~lightrft.models.freezing.frozen_names`.
+    """
+    hf, modality = _without_data(path)
+    named = dict(hf.named_parameters())
+    frozen, head = frozen_names(hf, list(named), words, modality), hf.get_output_embeddings().weight
+    counts = {name: parameter.numel() for name, parameter in named.items()}
+    left = sum(count for name, count in counts.items() if name not in frozen)
+    return left / sum(counts.values()), not any(named[name] is head for name in frozen)
+
+
+def _without_data(path: str) -> tuple[PreTrainedModel, ActorModality]:
     config = read_config(path)
+    modality = modality_of(config, path)
     with torch.device("meta"):
-        hf = modality_of(config, path).auto_class.from_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+        return modality.auto_class.from_config(config), modality
 
 
 def takes_media(path: str) -> bool:
@@ -355,29 +374,3 @@ def _finish(hf: PreTrainedModel, cfg: PolicyModelConfig, train: bool,
     if cfg.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
-
-
-def freeze(model: nn.Module, words: list[str], modality: ActorModality) -> None:
-    """Stop training the parameters that ``words`` name: a part of the model (:meth:`ActorModality.parts`), or whole
-    words of Hugging Face names ("embed_tokens", "model.layers.0"). Their number is logged.
-
-    Raises:
-        ValueError: a word matches nothing, or nothing is left to train.
-    """
-    named = {hf_name(name): parameter for name, parameter in model.named_parameters()}
-    parts = modality.parts(base_model(model), named)
-    for word in words:
-        matched = parts.get(word) or [name for name in named if f".{word.strip('.')}." in f".{name}."]
-        if not matched:
-            tops = sorted({".".join(name.split(".")[:2]) for name in named})
-            raise UserError(f"--freeze_prefix {word!r} matches no parameter; parts of this model are "
-                            f"{', '.join(parts)}; names start with {', '.join(tops)}")
-        for name in matched:
-            named[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in named.values()):
-        raise UserError(f"--freeze_prefix {' '.join(words)} leaves nothing to train. Leave out one of the parts "
-                        f"{', '.join(parts)}, or name layers (a projector may be inside of a tower: language blocks)")
-    if words:
-        frozen = sum(parameter.numel() for parameter in named.values() if not parameter.requires_grad)
-        total = sum(parameter.numel() for parameter in named.values())
-        get_logger().info(f"--freeze_prefix {' '.join(words)}: {frozen:,} of {total:,} parameters are frozen")

@@ -2,7 +2,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,8 @@ def model_size(folder: str | Path | None) -> ModelSize | None:
     return count_parameters(shapes) if shapes else None
 
 
-def known_model(path: str | None, hub: bool = False, head: bool = True) -> tuple[ModelSize | None, ModelShape | None]:
+def known_model(path: str | None, hub: bool = False, head: bool = True,
+                frozen: Sequence[str] = ()) -> tuple[ModelSize | None, ModelShape | None]:
     """Read the size and the shape of a model from its config.json and, in a local folder, the headers of its weights.
 
     What cannot be read is None; so is the shape of a family whose MLP has no gate.
@@ -48,15 +49,20 @@ def known_model(path: str | None, hub: bool = False, head: bool = True) -> tuple
     Args:
         hub: look for a path that is no local folder on the hub, which downloads the config.json.
         head: False leaves out a head that is not tied to the embeddings.
+        frozen: words of ``--freeze_prefix``.
     """
     folder = Path(path or "").expanduser()
     if not path or not (folder / "config.json").is_file() and (folder.exists() or not hub):
         return model_size(path), None
-    from lightrft.models.loader import model_shape, parameter_shapes
+    from lightrft.models.loader import model_shape, parameter_shapes, trained_share
     try:
         shapes = _weight_shapes(path) or parameter_shapes(path)
         counted = {name: shape for name, shape in shapes.items() if head or not name.endswith("lm_head.weight")}
-        return count_parameters(counted), model_shape(path) if is_gated(shapes) else None
+        size = count_parameters(counted)
+        if frozen:
+            share, trains_head = trained_share(path, list(frozen))
+            size = replace(size, trained=share, trains_head=trains_head)
+        return size, model_shape(path) if is_gated(shapes) else None
     except UserError:  # raised again where the model is loaded
         return None, None
 

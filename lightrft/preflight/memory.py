@@ -29,14 +29,14 @@ def memory(config: Tree, world_size: int, size: ModelSize, device: Device,
     """Estimate the bytes by purpose and phase, of micro-batches at the length limits.
 
     Activations are counted where the ``shape`` of the model is known. Sharded state is divided by the ranks that share
-    it. With LoRA, gradients and optimizer state belong to the adapters and are left out. What rests in host memory
-    counts where it visits the device. Gradients exist only in an update.
+    it. With LoRA, gradients and optimizer state of the policy belong to the adapters and are left out. What rests in
+    host memory counts where it visits the device. Gradients exist only in an update.
     """
     plan = preflight(config)
     held = {name: plan.by_phase(row) for name, row in _trainer(plan, world_size, size, device).items()}
     held |= plan.not_trained(world_size, size, device)
     if shape is not None:
-        held |= _activations(config, world_size, shape, held)
+        held |= _activations(config, world_size, size, shape, held)
         held |= _of_towers(config, world_size, shape)
     return {name: values for name, values in held.items() if any(values)}
 
@@ -51,24 +51,26 @@ def peak(held: dict[str, ByPhase]) -> tuple[str, float, str]:
 def _trainer(plan: Preflight, world_size: int, size: ModelSize, device: Device) -> dict[str, TrainingPhases]:
     config, s, m = plan.config, plan.config.strategy, plan.config.model
     copied_once, models = not s.divides_weights(world_size), 2 if plan.trains_critic else 1
-    on_device, trained = 0 if s.fsdp_cpu_offload else 1, 0 if m.lora_rank else 1
+    actor = 0 if m.lora_rank else size.trained  # LoRA and --freeze_prefix are the policy's
+    trained, most = actor + (models - 1), max(actor, models - 1)  # shares of one model: of both, of one at a time
+    on_device = 0 if s.fsdp_cpu_offload else 1
     weights, gradients, moments = (4 * size.total * share * on_device for share in shares(s, world_size))
-    weights, moments = models * weights, models * moments  # gradients: policy and critic step one after the other
+    frozen = frozen_width(s, world_size, bool(m.bf16)) / 4 if copied_once else 1
+    weights *= trained + (models - trained) * frozen
     weights += 4 * secondary_share(s, world_size) * size.total * models
-    weights *= frozen_width(s, world_size, bool(m.bf16)) / 4 if m.lora_rank and copied_once else 1
     in_parts, width = s.adam_offload or config.train.eight_bit, "8 bits" if config.train.eight_bit else "float32"
-    adam, stepping = 2 * moments * trained, 2 * min(moments, STEP_BYTES) * trained * in_parts
+    adam, stepping = 2 * moments * trained, 2 * min(moments * trained, STEP_BYTES) * in_parts
     adam *= not s.adam_offload and moment_width(config.train.eight_bit) / 4
     chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB * plan.has_logits
     copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
-    computing, updating = (copied * (models * trained if copied_once else 1) for copied in copies)  # one model gathers
+    computing, updating = (copied * (trained if copied_once else 1) for copied in copies)  # one model gathers
     resting = computing * copied_once
     several = update_tokens(config, world_size)[1]  # a single one reduces gradients layer by layer
-    whole = several * whole_gradients(s, world_size, size.total * trained, device.total)
-    reduced = reduced_gradients(s, world_size, size, size.total * trained, whole > 0)
+    whole = several * whole_gradients(s, world_size, int(size.total * most), device.total)
+    reduced = reduced_gradients(s, world_size, size, int(size.total * most), whole > 0)
     return {
         "weights": (weights, ) * 4,
-        "gradients, float32": (0, 0, *(gradients * trained, ) * 2),
+        "gradients, float32": (0, 0, *(gradients * most, ) * 2),  # the two models step one after the other
         "gradients not yet sharded": (0, 0, whole, 0),
         SENT: (0, 0, reduced, 0),
         f"Adam state, {width}": (adam, adam, adam, adam + stepping),
@@ -132,7 +134,8 @@ def update_tokens(config: Tree, world_size: int) -> tuple[int, bool]:
     return max(tokens, other), several or other > 0
 
 
-def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[str, ByPhase]) -> dict[str, ByPhase]:
+def _activations(config: Tree, world_size: int, size: ModelSize, shape: ModelShape,
+                 held: dict[str, ByPhase]) -> dict[str, ByPhase]:
     """Return the rows of activations and gradients.
 
     The temporaries of layers never exist together with those of the head, the chunk of logits and its gradient, so the
@@ -144,7 +147,7 @@ def _activations(config: Tree, world_size: int, shape: ModelShape, held: dict[st
     before = replace(one, tokens=micro_batch_tokens(config, world_size)[0])  # passes have no pretraining rows
     chunk, layer = held["logits of one chunk"][BACKWARD], one.backward - one.kept
     kept, head = one.kept + max(0.0, layer - chunk), 0.0
-    if preflight(config).has_logits and not m.lora_rank:
+    if preflight(config).has_logits and not m.lora_rank and size.trains_head:
         sent = held[SENT][BACKWARD] * (config.strategy.resolved(world_size) == "fsdp")  # by layers, which come later
         head = max(0.0, shape.head_gradient(m.itemsize) + chunk - max(layer, chunk) - sent)
     rows: dict[str, ByPhase] = {"activations": (0, max(0.0, before.forward - chunk), kept, 0, 0),

@@ -25,7 +25,8 @@ class TrainingPreflight(Preflight):
 
     def estimates(self, machine: Machine) -> list[str]:
         """List the contents of a step, the memory, and what the tree estimates besides."""
-        size, shape = known_model(self.config.model.pretrain, machine.device.cuda, self.has_logits)
+        m = self.config.model
+        size, shape = known_model(m.pretrain, machine.device.cuda, self.has_logits, m.freeze_prefix)
         return [
             *self.summary(machine.ranks), *memory_lines(self.config, machine.ranks, size, machine.device, shape),
             *self._verdict_lines(machine), *self.further_estimates(machine, size)
@@ -39,7 +40,8 @@ class TrainingPreflight(Preflight):
         """Compare the estimate with the memory of a GPU."""
         if not machine.device.cuda:
             return None
-        size, shape = known_model(self.config.model.pretrain, True, self.has_logits)
+        m = self.config.model
+        size, shape = known_model(m.pretrain, True, self.has_logits, m.freeze_prefix)
         if size is None:
             return None
         return memory_verdict(self.config, machine.ranks, size, machine.device, shape)

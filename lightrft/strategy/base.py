@@ -290,7 +290,7 @@ class StrategyBase(ABC):
             held = self._stored(prepared) if device.type == "cpu" else {}
 
             def moved(tensor: Tensor) -> Tensor:
-                return like(held[tensor], tensor) if tensor in held else load(tensor, device)
+                return like(held[tensor] if tensor in held else load(local(tensor), device), tensor)
 
             prepared.model._apply(moved)  # Module.to is this as well; FSDP2 extends it
         if prepared.optimizer is not None:

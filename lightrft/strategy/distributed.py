@@ -1,7 +1,8 @@
 """Strategies on a process group: joining and leaving the one that torchrun describes, its mesh, its collectives."""
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -25,6 +26,7 @@ from lightrft.utils.gpu import rank_device
 DRAIN_S = 0.2
 START_S = 600  # ranks of several machines start within it
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+USES = Counter[str]()  # of torchrun's store, in this process
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,17 +58,24 @@ def missing_in_environment() -> list[str]:
 def join(timeout_s: int) -> bool:
     """Create the default group: gloo for CPU tensors, NCCL for CUDA ones. Without torchrun it has one rank and no port.
 
+    ``timeout_s`` limits its collectives, and those of every group that is made later without a limit of its own (parts
+    of a mesh, DeepSpeed's groups): torch gives these 30 minutes, and with NCCL alone 10.
+
     Returns:
         True if this call created the group, False if it existed already.
     """
+    timeout = timedelta(seconds=timeout_s)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, timeout)
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    timeout = timedelta(seconds=timeout_s)
     missing = missing_in_environment()
     if not missing:
         with network_hint():
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, size = _store_of("group")
+            store.set_timeout(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     elif "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"the environment lacks {', '.join(missing)}; start the script with torchrun")
     else:
@@ -82,8 +91,7 @@ def gather_early(text: str) -> list[str]:
     if World.from_env().world_size == 1 or missing_in_environment():
         return [text]
     with network_hint():
-        base, rank, size = _early_store()
-        store = dist.PrefixStore("lightrft/early", base)
+        store, rank, size = _store_of("early")
         store.set(f"text/{rank}", text)
         texts = [store.get(f"text/{other}").decode() for other in range(size)]
         store.set(f"read/{rank}", "")
@@ -93,9 +101,17 @@ def gather_early(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _early_store() -> tuple[dist.Store, int, int]:
-    """The store that the group will use, this rank, and their number; kept, because the first rank may serve it."""
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """The store of torchrun, this rank, and their number; kept, because the first rank may serve it."""
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
+
+
+def _store_of(use: str) -> tuple[dist.Store, int, int]:
+    """:func:`_rendezvous` with room for one ``use``: a later run in this process must not read what an earlier one has
+    left, such as the addresses of its ranks. Every rank calls it equally often."""
+    base, rank, size = _rendezvous()
+    USES[use] += 1
+    return dist.PrefixStore(f"lightrft/{use}/{USES[use]}", base), rank, size
 
 
 @contextmanager
@@ -116,9 +132,9 @@ def network_hint() -> Iterator[None]:
             "(ip addr lists them)") from error
 
 
-def leave() -> None:
+def leave(destroy: Callable[[], None] = dist.destroy_process_group) -> None:
     """Destroy every group, and give its threads the time to release their tensors."""
-    dist.destroy_process_group()
+    destroy()
     time.sleep(DRAIN_S)
 
 
@@ -179,8 +195,12 @@ class DistributedStrategy(StrategyBase):
     def teardown(self) -> None:
         """Leave the group, if :meth:`setup` joined it."""
         if self._owns_group and dist.is_initialized():
-            leave()
+            leave(self._destroy_groups)
         self._owns_group = self.distributed = False
+
+    def _destroy_groups(self) -> None:
+        """Destroy every group of this process."""
+        dist.destroy_process_group()
 
     # -- collectives --------------------------------------------------------------------------------------------------
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:

@@ -19,6 +19,8 @@ class ModelSize:
     largest_layer: int  # decoder layer
     outside: int  # embeddings, head, final norm
     largest: int = 0  # tensor
+    trained: float = 1.0  # share of them that --freeze_prefix leaves to train
+    trains_head: bool = True
 
 
 def secondary_share(s: StrategyConfig, world_size: int) -> float:

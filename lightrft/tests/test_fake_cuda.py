@@ -27,7 +27,7 @@ GROUPS = {
     "lora": {"lora_rank": 4, "init_kl_coef": 0.1, "target_modules": ["q_proj", "v_proj"]},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "oversample": {"oversample": 2.0},
-    "overlapped passes": {"overlap_passes": True},
+    "fsdp, overlapped passes": {"strategy": "fsdp", "overlap_passes": True, "init_kl_coef": 0.1},
     "optimizer offload": {"adam_offload": True},
     "fsdp": {"strategy": "fsdp", "init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k3"},
     "fsdp, optimizer offload": {"strategy": "fsdp", "adam_offload": True},

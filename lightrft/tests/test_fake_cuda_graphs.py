@@ -82,6 +82,24 @@ def test_a_capture_waits_for_the_queued_work_and_lets_other_threads_allocate():
         assert runtime.QUEUED == own
 
 
+def test_other_threads_compute_and_wait_during_a_capture():
+    """As the passes of ``--overlap_passes`` do; the graph has the operators of its own thread alone."""
+    found = []
+
+    def step():
+        thread = threading.Thread(target=lambda: found.append(torch.ones(2, device="cuda").cpu().tolist()))
+        thread.start()
+        thread.join()
+        return torch.ones(1, device="cuda") * 2
+
+    with fake_cuda():
+        graph = StepGraph(torch.device("cuda"))
+        for _ in range(3):
+            graph.run("shape", step)
+        assert graph.graph is not None and len(graph.graph.steps) == 2
+    assert found == [[1.0, 1.0]] * 3
+
+
 def test_a_capture_that_fails_leaves_the_program_on_its_stream():
     with fake_cuda():
         graph, before = StepGraph(torch.device("cuda")), torch.cuda.current_stream()

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ _COLLECTIVES = tuple(os.path.join(*folders, "") for folders in (("torch", "distr
 # of errors that a wait for an asynchronous collective raises, which need not come from one of those folders
 _LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _FINE_CODES = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_RUNS = count()  # in this process
 _LOST = "the watchdog's store is gone: the rank or agent that hosts it has died"
 
 
@@ -70,7 +72,8 @@ def connect_store(world: World) -> Store | None:
     from torch.distributed import PrefixStore, TCPStore
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world.world_size, False,
                      timedelta(seconds=60), wait_for_workers=False)
-    return PrefixStore(f"lightrft/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"lightrft/watchdog/{restarts}/{next(_RUNS)}", store)
 
 
 def main_stack() -> str:

@@ -16,7 +16,8 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rows import DataError
 from lightrft.models.actor_modality import FAMILIES
 from lightrft.models.architectures import modality_of, REFUSED
-from lightrft.models.loader import freeze, load_actor
+from lightrft.models.freezing import freeze
+from lightrft.models.loader import load_actor
 from lightrft.models.lora import hf_name
 from lightrft.models.shared_prompts import forward_row
 from lightrft.models.towers import part_of, rope_of_grids

@@ -1,11 +1,15 @@
 """What lies on a device in each phase of a step, against numbers computed by hand."""
+from dataclasses import replace
+
 import pytest
 
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.config.tree import build
 from lightrft.models.activations import ModelShape
+from lightrft.models.loader import load_actor
 from lightrft.preflight.cost import GIB, known_model
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory, memory_lines, peak
@@ -41,6 +45,27 @@ def test_what_is_not_trained_takes_two_bytes_in_bfloat16():
         found = held(ranks, lora_rank=4, **options)
         assert found["weights"] == (base, ) * 5 and (copy in found) is copies
         assert held(ranks, init_kl_coef=0.1, **options)["reference"] == (reference, ) * 5
+
+
+def test_what_freeze_prefix_names_has_no_gradient_and_no_adam_state():
+    """A run that trains a projector alone fits where the training of all would not."""
+    frozen = replace(SIZE, trained=0.25)
+    found = memory(build(Config, {"bf16": True}), 1, frozen, GPU)
+    assert found["weights"] == (4 * 250 + 2 * 750, ) * 5 and found["weights gathered or cast"] == (2 * 250, ) * 5
+    assert found["Adam state, float32"] == (8 * 250, ) * 5
+    assert found["gradients, float32"] == (0, 0, 4 * 250, 4 * 250, 0)
+    sharded = memory(build(Config, {"bf16": True}), 2, frozen, GPU)
+    assert sharded["weights"] == (2000, ) * 5 and sharded["Adam state, float32"] == (4 * 250, ) * 5
+    assert sharded["gradients not yet sharded"] == (0, 0, 4 * 250, 0, 0), "250 are few enough"
+
+
+def test_lora_and_freeze_prefix_are_the_policys():
+    """The critic beside it is trained as a whole."""
+    found = held(1, lora_rank=4, bf16=True, **CRITIC)
+    assert found["weights"] == (2000 + 4000, ) * 5 and found["weights gathered or cast"] == (2000, ) * 5
+    assert found["Adam state"] == (8000, ) * 5 and found["gradients"] == (0, 0, 4000, 4000, 0)
+    part = memory(build(Config, CRITIC), 1, replace(SIZE, trained=0.25), GPU)
+    assert part["Adam state, float32"] == (8 * 1250, ) * 5 and part["gradients, float32"] == (0, 0, 4000, 4000, 0)
 
 
 def test_sharded_over_two_ranks():
@@ -182,6 +207,21 @@ def test_a_reward_model_has_no_logits(tmp_path):
     assert "logits of one chunk" not in memory(build(RMConfig, {}), 1, SIZE, GPU)
     (whole, _), (without, shape) = known_model(path), known_model(path, head=False)
     assert whole.total - without.total == shape.vocabulary * shape.hidden == without.outside - shape.hidden
+
+
+@pytest.mark.parametrize("tied, words, head", [(False, ["lm_head"], False), (False, ["embed_tokens"], True),
+                                               (True, ["embed_tokens"], False), (True, ["model.layers"], True)])
+def test_the_share_that_freeze_prefix_leaves_is_what_is_trained(tied, words, head, tmp_path):
+    path = str(tiny.save_model(tmp_path, tie_word_embeddings=tied))
+    weights = list(load_actor(PolicyModelConfig(pretrain=path, freeze_prefix=words)).parameters())
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    size = known_model(path, frozen=words)[0]
+    assert (size.trained * size.total, size.trains_head) == (pytest.approx(trained), head) and trained < size.total
+    options = {"generate_max_len": 1024, "prompt_max_len": 1024, "micro_train_batch_size": 1}
+    shape = ModelShape(layers=1, hidden=64, mlp=1 << 11, queries=64, keys=64, heads=1, vocabulary=1 << 18)
+    rows = memory(build(Config, options), 1, size, GPU, shape)
+    assert ("gradient of the head on its way" in rows) is head
+    assert known_model(path, frozen=["nothing"]) == (None, None), "the run refuses the word"
 
 
 def test_a_layer_whose_temporary_is_larger_than_the_head_counts_alone():

@@ -140,10 +140,17 @@ class DeepspeedStrategy(DistributedStrategy):
             os.environ.pop(name, None)
         for engine in self.engines.values():
             engine.destroy()
+        super().teardown()
         self.engines.clear()
         self.reads.clear()
         self._meshes.clear()
-        super().teardown()
+
+    def _destroy_groups(self) -> None:
+        """Override :meth:`DistributedStrategy._destroy_groups`: DeepSpeed forgets its groups too. It would use them
+        again in the next run of this process."""
+        comm = import_deepspeed().comm
+        destroy = comm.destroy_process_group if comm.is_initialized() else super()._destroy_groups
+        destroy()
 
     def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
         """Pass ``model`` to DeepSpeed. A model that is not trained is divided with stage 3 only; ``shard_size`` has no

@@ -88,7 +88,8 @@ def test_host_memory_and_parts_change_nothing(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("offloaded, device", [(False, "cuda"), (True, "cpu")])
 def test_moments_rest_where_the_options_say(offloaded: bool, device: str) -> None:
-    """Between steps codes and scales are on the device, and in host memory with ``--adam_offload`` alone."""
+    """Between steps codes and scales are on the device, and in host memory with ``--adam_offload`` alone, also when the
+    weights have left the device and returned."""
     pytest.importorskip("bitsandbytes")  # its import looks for a real GPU
     with fake_cuda():
         weight = torch.nn.Parameter(torch.zeros(48, 128, device="cuda"))
@@ -96,7 +97,9 @@ def test_moments_rest_where_the_options_say(offloaded: bool, device: str) -> Non
         for _ in range(2):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
-        assert {value.device.type for _, key, value in optimizer.moments() if key != "step"} == {device}
+        for moved, expected in ((lambda: None, device), (optimizer.offload, "cpu"), (optimizer.reload, device)):
+            moved()
+            assert {value.device.type for _, key, value in optimizer.moments() if key != "step"} == {expected}
 
 
 @pytest.mark.parametrize("tree, data", [(Config, "prompt_data"), (SFTConfig, "train_data")])

@@ -11,7 +11,7 @@ from lightrft.strategy import optimizer as optimizers
 from lightrft.strategy.host_buffers import HostBuffers, SLAB_BYTES, Slabs, pinned
 from lightrft.strategy.optimizer import local, MOMENTS, OptimSpec
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC, UPLOAD
+from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, KERNEL, SYNC, UPLOAD
 from lightrft.tests.support.strategy_case import assert_same, Case
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES
 from lightrft.trainer.frozen_model import FrozenModel
@@ -176,11 +176,11 @@ def test_a_frozen_model_leaves_the_device_without_a_copy(name: str) -> None:
         frozen, spec = FrozenModel(nn.Linear(64, 8), strategy, 0, True), OptimSpec(1e-2)
         expected, uploads = frozen.prepared.model.weight.detach().clone(), []
         for _ in range(2):
-            before = ledger.total(DOWNLOAD), ledger.total(SYNC), ledger.total(UPLOAD)
+            before = *map(ledger.total, (DOWNLOAD, SYNC, KERNEL)), ledger.total(UPLOAD)
             with frozen.here() as model:
                 assert model.weight.is_cuda
-            assert (ledger.total(DOWNLOAD), ledger.total(SYNC)) == before[:2]
-            uploads.append(ledger.total(UPLOAD) - before[2])
+            assert (*map(ledger.total, (DOWNLOAD, SYNC, KERNEL)), ) == before[:3]
+            uploads.append(ledger.total(UPLOAD) - before[3])
             assert not model.weight.is_cuda and torch.equal(local(model.weight), local(expected))
         assert uploads == [2, 2], "weight and bias"
         trained = strategy.prepare(nn.Linear(64, 8), spec)

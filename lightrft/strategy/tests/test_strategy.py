@@ -3,10 +3,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForMultimodalLM, Qwen2ForCausalLM
 
@@ -15,7 +17,7 @@ from lightrft import strategy as package
 from lightrft.strategy import strategy
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
-from lightrft.strategy.distributed import local_world_size, shard_mesh, transformer_blocks
+from lightrft.strategy.distributed import join, leave, local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fsdp import FSDPV2Strategy
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec
@@ -76,6 +78,18 @@ def test_mesh_shapes() -> None:
             "assert m.mesh_dim_names == ('replicate', 'shard')\n"
             "assert shard_mesh('cpu', 8).mesh.tolist() == list(range(8))\n")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_groups_that_libraries_make_have_the_limit_of_the_run(monkeypatch) -> None:
+    """torch's own, 30 minutes and 10 with NCCL, would end the wait of a rank for another's long generation."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, timedelta(minutes=10))
+    assert join(7210)
+    try:
+        made = dist.new_group(backend="gloo")._get_backend(torch.device("cpu")).options._timeout
+        assert made == dist.distributed_c10d._get_default_timeout("nccl") == timedelta(seconds=7210)
+    finally:
+        leave()
 
 
 def test_threads_share_the_cores(monkeypatch) -> None:

@@ -184,6 +184,16 @@ def bf16_does_not_round_the_weights() -> None:
         assert_same(case.weights(case.prepare()), fresh)
 
 
+def another_run_in_this_process_learns_the_same() -> None:
+    """The group of the first is gone, and with it the groups that DeepSpeed has made; its store is still there."""
+    losses = []
+    for _ in range(3):
+        case = case_of(zero_stage=2)
+        losses.append(case.train(case.prepare(), range(1)))
+        case.strategy.teardown()
+    assert losses == losses[:1] * 3
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     holder = case_of()
@@ -197,6 +207,7 @@ if __name__ == "__main__":
     late_copies_are_waited_for()
     bf16_does_not_round_the_weights()
     holder.strategy.teardown()
+    another_run_in_this_process_learns_the_same()
     if holder.strategy.rank == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(found, file)

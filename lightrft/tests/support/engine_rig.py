@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.config.schema import StrategyConfig
-from lightrft.models.loader import freeze
+from lightrft.models.freezing import freeze
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout import Request
 from lightrft.rollout.hf.engine import HFEngine, eos_ids

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2VLImageProcessor
 from vllm.model_executor.models import registry
 
-from lightrft.models.loader import freeze
+from lightrft.models.freezing import freeze
 from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_families

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightrft.tests.support.fake_cuda import tensor
 from lightrft.tests.support.fake_cuda.ledger import EMPTIED, GRAPH, Ledger
-from lightrft.tests.support.fake_cuda.tensor import Calls, Device, Operators
+from lightrft.tests.support.fake_cuda.tensor import Calls, CAPTURE, Device, Operators
 
 MEMORY = 8 << 30
 CAPTURING = set[int]()  # pools that memory is taken from during a capture
@@ -149,11 +149,11 @@ class CUDAGraph:
         CAPTURING.add(pool)
         QUEUED.append(("capture", _THREAD.stream, capture_error_mode))
         torch.cuda.default_generators[0].capturing = True
-        self.pool, Device.recorder = pool, self.record
+        self.pool, CAPTURE.recorder = pool, self.record
 
     def capture_end(self) -> None:
         """End the capture. After an error in it this is an error too, and then memory still comes from the pool."""
-        Device.recorder = None
+        CAPTURE.recorder = None
         for x, content in reversed(self.before.values()):
             x.copy_(content)
         if sys.exc_info()[1] is not None:
@@ -223,7 +223,7 @@ def _api() -> dict[str, Any]:
         "default_generators": (Generator(), ), "current_stream": lambda device=None: _THREAD.stream,
         "default_stream": Stream,
         "graph_pool_handle": partial(next, count()),
-        "is_current_stream_capturing": lambda: Device.recorder is not None, "ipc_collect": lambda: None,
+        "is_current_stream_capturing": lambda: CAPTURE.recorder is not None, "ipc_collect": lambda: None,
         "empty_cache": lambda: tensor.current().add(EMPTIED),
         "set_device": lambda device: None, "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0,

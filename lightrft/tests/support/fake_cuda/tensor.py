@@ -3,6 +3,7 @@
 To autograd a tensor is on torch's "lazy" device, whose backward passes run in the thread that asks for them; to the
 program it is on ``cuda:0``. Every operator runs on the CPU data inside.
 """
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -84,10 +85,17 @@ class CudaTensor(Tensor):
 
 
 class Device:
-    """State of the fake device: its ledger, and the graph that records the operators, if any."""
+    """State of the fake device."""
     ledger: Ledger | None = None
     downloads: list[tuple[Tensor, Tensor]] = []  # copies to the host that have not arrived: target, content
+
+
+class Capture(threading.local):
+    """Capture of a thread: what records its operators, if anything; others compute and wait meanwhile."""
     recorder: Callable[..., Any] | None = None
+
+
+CAPTURE = Capture()
 
 
 def current() -> Ledger:
@@ -98,7 +106,7 @@ def current() -> Ledger:
 
 def wait() -> None:
     """Count a sync; it is an error while a graph records, as on CUDA."""
-    if Device.recorder is not None:
+    if CAPTURE.recorder is not None:
         raise RuntimeError("operation not permitted when stream is capturing")
     current().add(SYNC)
     _arrive()
@@ -190,8 +198,8 @@ def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = tree_map(_inside, args), tree_map(_inside, kwargs)
     inner_kwargs.pop("pin_memory", None)
     call = EMULATED.get(func, func)
-    recording = Device.recorder is not None and (cuda or on_device(kwargs.get("device")))
-    run = Device.recorder if recording and Device.recorder is not None else lambda f, call, a, k: call(*a, **k)
+    recording = CAPTURE.recorder is not None and (cuda or on_device(kwargs.get("device")))
+    run = CAPTURE.recorder if recording and CAPTURE.recorder is not None else lambda f, call, a, k: call(*a, **k)
     out = run(func, call, inner_args, inner_kwargs)
     if func in COPIES:
         return _move(func, args, kwargs, out)
@@ -252,6 +260,8 @@ class Calls(TorchFunctionMode):
             return args[0].to(LAZY)
         if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor) != isinstance(args[1], CudaTensor):
             return _replace(args[0], args[1])
+        if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor):
+            args[0].data_on_host = args[1].data_on_host
         made = {torch.tensor: args[0] if args else None, Tensor.new_tensor: args[1] if len(args) > 1 else None}
         if func in made and (on_device(kwargs.get("device")) or isinstance(args[0], CudaTensor)):
             if func is Tensor.new_tensor:
