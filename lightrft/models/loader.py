@@ -89,8 +89,9 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, d
     config.num_labels = 1
     loaded = _weights(critic_class(modality, config), path, config, dtype, ("score.weight", ), deferred,
                       attn_implementation=modality.attention(config),
-                      key_mapping={f"^{cfg.value_head_prefix}\\.": "score."})
+                      key_mapping={f"^{re.escape(cfg.value_head_prefix)}\\.": "score."})
     hf: Any = loaded.hf  # its head is ``score``
+    RewardHead(prefix=cfg.value_head_prefix).check_new(loaded.missing, loaded.unread, path)
     if loaded.missing:
         nn.init.zeros_(hf.score.weight)
     hf.generation_config = None  # exports ask every model for it; a critic generates nothing
@@ -319,7 +320,6 @@ def _reward_weights(path: str, config: PretrainedConfig, head: RewardHead, dtype
     """Load the decoder with its head, and describe the head in its config."""
     modality = modality_of(config, path)
     head.write(config)
-    config.num_labels = len(head.names)
     loaded = _weights(reward_class(modality, config, head.pooling), path, config, dtype, new, deferred,
                       attn_implementation=modality.attention(config),
                       key_mapping={f"^{re.escape(head.prefix)}\\.": "score."})

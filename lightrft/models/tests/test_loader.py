@@ -154,16 +154,21 @@ def test_a_new_critic_values_everything_at_zero_and_learns(family, tmp_path):
 def test_a_saved_critic_comes_back(path, tmp_path, prefix):
     critic, exp = load_critic(ModelConfig(pretrain=str(path), value_head_prefix=prefix)), naive_model.experience()
     torch.nn.init.normal_(critic.hf_model.score.weight)
-    state = {name: p.detach() for name, p in critic.export_params(iter(critic.named_parameters()))}
+    state = {name: p.detach().clone() for name, p in critic.export_params(iter(critic.named_parameters()))}
     assert f"{prefix}.weight" in state
     critic.hf_model.config.save_pretrained(tmp_path)
     from safetensors.torch import save_file
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    again = load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path), value_head_prefix=prefix))
-    assert torch.equal(again(exp), critic(exp)) and again(exp).abs().max() > 0
-    if prefix == "score":
-        hf = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-        assert torch.equal(hf.score.weight, critic.hf_model.score.weight)
+    for name in {prefix, "score", "v"}:  # it has the name score too
+        again = load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path), value_head_prefix=name))
+        assert torch.equal(again(exp), critic(exp)) and again(exp).abs().max() > 0
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(hf.score.weight, critic.hf_model.score.weight)
+    if prefix == "value_head":  # as critics of other programs have it
+        state.pop("score.weight")
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match="has no score.weight, but value_head.weight, .* --value_head_prefix value"):
+            load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path)))
 
 
 def test_the_critic_ignores_what_is_for_the_actor(path):

@@ -352,8 +352,9 @@ def test_lora_trains_its_head_and_exports_merged_weights_and_an_adapter_with_the
         merge(str(base), tmp_path / "hf" / "adapter", tmp_path / "other")
     if head:  # a classifier of Hugging Face would read the last token
         assert "import load_scorer\n" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-            AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+        for labels in ({}, {"num_labels": 1}, {"num_labels": 2}, {"num_labels": 3}):
+            with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+                AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **labels)
     else:
         answer = trainer.eval_rows[0].chosen
         classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
