@@ -174,6 +174,7 @@ class JudgementDataset(SFTDataset):
     Args:
         seed: of the order of the candidates.
     """
+    NAME = "judgements"
 
     def __init__(self, cfg: JudgeDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
                  media: MediaStore | None = None, seed: int = 0) -> None:

@@ -72,12 +72,13 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
     Raises:
         PairError: an answer or a turn of it is missing or empty, both are equal, or there is no prompt that is common
             to both.
-        DataError: an answer is text and the other one messages, the margin is no number, the tie neither true
-            nor false, or messages are not valid.
+        DataError: an answer is text and the other one messages, the margin is no number or negative, the tie neither
+            true nor false, or messages are not valid.
     """
     tie, margin = is_tie(row, where), finite(row.get("margin"))
-    if margin is None and row.get("margin") not in (None, ""):
-        raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
+    if margin is None and row.get("margin") not in (None, "") or margin is not None and margin < 0:
+        raise DataError(f"{where}: the margin {row['margin']!r} is no number of at least 0. Correct or remove it; if "
+                        "the rejected answer is the better one, exchange both answers")
     answers = _answers(row, cfg, where, ends)
     texts = _parted(_asked(row, cfg.prompt_key, where), *answers)
     if answers[0] == answers[1] and not tie and not _other_media(row, cfg, texts):
@@ -106,13 +107,22 @@ def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
 
 def _check_asked(prompt: Answer, row: Row, cfg: PairDataConfig, where: str) -> None:
     """Raise a :class:`PairError` for turns of the column of prompts that whole chats with their own ``prompt`` lack."""
-    asked = row.get(cfg.prompt_key)
-    if isinstance(asked, (list, dict)) and not missing(row.get(cfg.chosen_key)):
-        lost = [turn for turn in to_messages(asked, where) if turn not in prompt]
-        if lost:
-            raise PairError(f"{where}: the answers are whole chats without the turn of {lost[0]['role']!r} in the "
-                            f"column {cfg.prompt_key!r}. Write the prompt in one of both, remove the row, or use "
-                            "--pair_policy skip")
+    asked, lost = row.get(cfg.prompt_key), ""
+    if missing(asked) or missing(row.get(cfg.chosen_key)):
+        return
+    if isinstance(asked, (list, dict)):
+        lost = next((f"turn of {turn['role']!r}" for turn in to_messages(asked, where) if turn not in prompt), "")
+    elif isinstance(prompt, list):
+        lost = "" if _is_asked(str(asked), prompt) else "text"
+    if lost:
+        raise PairError(f"{where}: the answers are whole chats without the {lost} in the column {cfg.prompt_key!r}. "
+                        "Write the prompt in one of both, remove the row, or use --pair_policy skip")
+
+
+def _is_asked(text: str, prompt: list[Message]) -> bool:
+    """Return True if ``text`` is part of a turn, or holds all turns but those of the system."""
+    said = [(turn["role"], text_of(turn["content"]).strip()) for turn in prompt]
+    return any(text.strip() in each for _, each in said) or all(each in text for role, each in said if role != "system")
 
 
 def is_tie(row: Row, where: str) -> bool:

@@ -116,7 +116,8 @@ def to_message(turn: Any, where: str) -> Message:
 
     Raises:
         UnusableRow: a part of its content is null, or is a text that is null.
-        DataError: it is no chat turn, or the content of another turn than an answer is null.
+        DataError: it is no chat turn, its content is neither text nor a list of parts, or the content of another turn
+            than an answer is null.
     """
     if isinstance(turn, dict) and "from" in turn and "value" in turn:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
@@ -125,6 +126,9 @@ def to_message(turn: Any, where: str) -> Message:
     if str(turn["role"]) in _SHAREGPT_ROLES:
         raise DataError(f"{where}: a chat message has the role {turn['role']!r}, which chat templates do not know. "
                         f"Write {_SHAREGPT_ROLES[turn['role']]!r}")
+    if wrong := [part for part in _parts(turn["content"]) if not isinstance(part, (str, type(None)))]:
+        raise DataError(f"{where}: a chat message of {turn['role']!r} has the content {str(wrong[0])[:80]} "
+                        f"({type(wrong[0]).__name__}); expected a text, or a list of parts. Write it as text")
     if turn["content"] is None and turn["role"] != "assistant":  # what an answer lacks depends on who learns from it
         raise DataError(f"{where}: a chat message of {turn['role']!r} has null as its content. Write its text, or "
                         "remove it")
@@ -132,6 +136,12 @@ def to_message(turn: Any, where: str) -> Message:
         raise UnusableRow(f"{where}: a chat message of {turn['role']!r} has a part without text "
                           f"({str(turn['content'])[:80]}). Write its text, or remove it")
     return {key: value for key, value in turn.items() if value is not None or key == "content"}
+
+
+def _parts(content: Any) -> list[Any]:
+    """Return what should be texts or null in a content: itself, or its parts and their texts."""
+    parts = content if isinstance(content, list) else [content]
+    return [part.get("text") if isinstance(part, dict) and isinstance(content, list) else part for part in parts]
 
 
 def _null(part: Any) -> bool:

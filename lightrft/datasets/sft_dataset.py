@@ -367,5 +367,5 @@ def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
     """Raise a :class:`DataError` for a conversation without a token in the loss."""
     for i, (_, mask) in enumerate(encoded):
         if not any(mask):
-            raise DataError(f"{rows.where(i)}: no token of the demonstration is the assistant's. Complete or remove "
-                            "the row, or check the template's {% generation %} block")
+            raise DataError(f"{rows.where(i)}: no token of the row is the assistant's. Complete or remove it, "
+                            "or check the template's {% generation %} block")

@@ -4,7 +4,7 @@ import pytest
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.rm_schema import JudgeDataConfig
 from lightrft.datasets.judgements import to_judgement
-from lightrft.datasets.preferences import find_pairs, PairDataset, side_rows, to_pair
+from lightrft.datasets.preferences import find_pairs, PairDataset, PairError, side_rows, to_pair
 from lightrft.datasets.rows import DataError, hold_rows, load_rows
 from lightrft.tests.support import tiny
 
@@ -129,10 +129,18 @@ def test_rows_that_cannot_be_compared(build, name, capsys):
         build([row], pair_policy="skip")
 
 
+def test_a_text_beside_chats_may_be_a_turn_or_all_of_them():
+    turns = [{"role": "system", "content": "Be terse."}, ASK, GOOD, {"role": "user", "content": " and 2+2?"}]
+    for text in ("and 2+2?", f"Human: {ASK['content']} Assistant: {GOOD['content']} Human: and 2+2?"):
+        pair = to_pair({"prompt": text, "chosen": [*turns, GOOD], "rejected": [*turns, BAD]}, PairDataConfig(), "row 1")
+        assert pair.prompt == turns
+
+
 def test_a_prompt_of_a_single_turn_that_chats_lack():
-    row = {"prompt": ASK | {"content": "2+2?"}, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-    with pytest.raises(DataError, match="row 1: the answers are whole chats without the turn of 'user'"):
-        to_pair(row, PairDataConfig(), "row 1")
+    for asked, lost in ((ASK | {"content": "2+2?"}, "turn of 'user'"), ("2+2?", "text")):
+        row = {"prompt": asked, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+        with pytest.raises(PairError, match=f"row 1: the answers are whole chats without the {lost} in the column"):
+            to_pair(row, PairDataConfig(), "row 1")
 
 
 @pytest.mark.parametrize("option", ["prompt_key", "chosen_key", "rejected_key"])
@@ -144,7 +152,8 @@ def test_a_named_column_that_no_row_has(build, option):
 
 def test_what_stops_a_run_under_every_policy(build):
     row = FORMS["chat and texts"]
-    for broken, problem in ((row | {"margin": "much"}, "margin 'much' is not a number"),
+    for broken, problem in (*((row | {"margin": margin}, f"margin {margin!r} is no number of at least 0")
+                              for margin in ("much", -0.5)),
                             *((row | {"tie": tie}, "column 'tie' is .*: expected true or false")
                               for tie in ("false", "no", -1, [False])),
                             (row | {"prompt": [ASK, GOOD | {"content": None}, ASK]}, "turn 2 of the chat is empty"),

@@ -119,7 +119,7 @@ def test_template_that_rewrites_earlier_turns(build):
 
 def test_generation_block_around_nothing(build):
     empty = tiny.CHATML + "{% generation %}{% endgeneration %}"
-    with pytest.raises(DataError, match="no token of the demonstration is the assistant's.*generation"):
+    with pytest.raises(DataError, match="no token of the row is the assistant's.*generation"):
         build([{"messages": MESSAGES}], tokenizer=with_template(empty))
 
 
@@ -166,6 +166,12 @@ def test_null_in_place_of_a_question_names_its_row(build):
     for rows in (said(None, "b"), said("a", "b", None, "c")):
         with pytest.raises(DataError, match="row 2: a chat message of 'user' has null as its content"):
             build([{"messages": said("a", "b")}, {"messages": rows}])
+
+
+@pytest.mark.parametrize("content", [5, 2.5, True, {"type": "text", "text": "b"}, [5], ["b", {"text": 5}], [["b"]]])
+def test_a_content_that_is_no_text_names_its_row(build, content):
+    with pytest.raises(DataError, match="row 2: a chat message of 'assistant' has the content .*expected a text, or a"):
+        build([{"messages": said("a", "b")}, {"messages": said("a", content)}])
 
 
 NULL = {"type": "text", "text": None}
