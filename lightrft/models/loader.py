@@ -23,8 +23,8 @@ from lightrft.models.cpu_norm import use_cpu_norms
 from lightrft.models.liger import apply_liger
 from lightrft.models.lora import add_lora, base_model, hf_name
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
-from lightrft.models.reward_model import (check_language, cut_layers, ProcessRewardModel, reward_class, RewardHead,
-                                          RewardKind, RewardModel)
+from lightrft.models.reward_model import (check_critic, check_language, cut_layers, ProcessRewardModel, reward_class,
+                                          RewardHead, RewardKind, RewardModel)
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import name_as_published, Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, UserError
@@ -86,6 +86,7 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, d
     path = _chosen(path or cfg.critic_pretrain or cfg.pretrain, "--critic_pretrain")
     config = read_config(path)
     modality = modality_of(config, path)
+    check_critic(config, path)
     config.num_labels = 1
     loaded = _weights(critic_class(modality, config), path, config, dtype, ("score.weight", ), deferred,
                       attn_implementation=modality.attention(config),

@@ -174,6 +174,24 @@ def check_language(config: PretrainedConfig, unread: set[str], path: str) -> Non
                         "rm trains a reward model further")
 
 
+def check_critic(config: PretrainedConfig, path: str) -> None:
+    """Refuse a reward model or classifier whose head is not that of a critic, one score of a token, and forget the
+    entry of a reward model: its mean is not that of values.
+
+    Raises:
+        UserError: it has several scores, or pools over tokens.
+    """
+    if config_value(config, SCORES, None) is None and not _is_classifier(config):
+        return
+    head = RewardHead.of(config, path)
+    if len(head.names) > 1 or head.pooling != "last":
+        raise UserError(
+            f"--critic_pretrain {path!r}: a reward model with the scores {show(head.names)} and the pooling "
+            f"{head.pooling}; a critic has one score per token. Give one that was trained with one of "
+            "--heads_types and --pooling_method last, or a policy, from which a critic starts at 0")
+    vars(config).pop(SCORES, None)
+
+
 def _is_classifier(config: PretrainedConfig) -> bool:
     return (config.architectures or [""])[0].endswith("ForSequenceClassification")
 

@@ -10,6 +10,7 @@ from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.models import loader
 from lightrft.models.loader import check_context, load_actor, load_critic, load_reward_model
+from lightrft.models.reward_model import RewardHead
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
@@ -169,6 +170,22 @@ def test_a_saved_critic_comes_back(path, tmp_path, prefix):
         save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match="has no score.weight, but value_head.weight, .* --value_head_prefix value"):
             load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path)))
+
+
+@pytest.mark.parametrize("head,said", [({}, ""), ({"names": ["a", "b"]}, "the scores a,b and the pooling last"),
+                                       ({"pooling": "attn"}, "the scores preference and the pooling attn")])
+def test_a_critic_starts_from_a_reward_model_with_a_head_like_its_own(path, tmp_path, head, said):
+    config = AutoConfig.from_pretrained(path)
+    RewardHead(**head, mean=1.0, std=2.0).write(config)
+    hf = AutoModelForSequenceClassification.from_pretrained(path, config=config)
+    hf.save_pretrained(tmp_path)
+    cfg = ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path))
+    if said:
+        with pytest.raises(UserError, match=f"--critic_pretrain .*{said}; a critic has one score per token"):
+            load_critic(cfg)
+    else:
+        critic = load_critic(cfg)
+        assert critic.hf_model.score.weight.equal(hf.score.weight) and not hasattr(critic.config, "reward_model")
 
 
 def test_the_critic_ignores_what_is_for_the_actor(path):
