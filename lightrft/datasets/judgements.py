@@ -16,7 +16,7 @@ from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import is_tie
-from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages
+from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
@@ -127,7 +127,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = False) -> str:
     """Return the turns of a column, or the ``last`` one alone, as text without the tokens ``ends`` behind it."""
-    value = row.get(name)
+    value = row.get(name) if last else with_system(row.get(name), row, where)
     turns = [] if isinstance(value, str) or missing(value) else to_messages(value, where)
     if last and turns and turns[-1]["role"] != "assistant":
         raise DataError(

@@ -20,7 +20,7 @@ from lightrft.datasets.media_rows import part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
-                                       silent, text_of, to_messages, truth)
+                                       silent, text_of, to_messages, truth, with_system)
 from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
@@ -86,7 +86,8 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
                         "true, or use --pair_policy skip")
     _check(texts, row, where)
     _check_asked(texts[0], row, cfg, where)
-    return PairRecord(*texts, margin, tie, _heads(row, where))
+    prompt, *sides = texts
+    return PairRecord(with_system(prompt, row, where), *sides, margin, tie, _heads(row, where))
 
 
 def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
@@ -176,7 +177,7 @@ def _answer(value: Any, key: str, row: Row, where: str, ends: tuple[str, ...]) -
 
 def _asked(row: Row, key: str, where: str) -> Answer | None:
     """Return the prompt that a row has apart from its answers: empty where column ``key`` is, None without any."""
-    row = as_chat(row, key)
+    row = as_chat(row, key, where)
     column = prompt_column(row, key) or "question"
     if column == key and isinstance(row[key], list):
         return to_messages(row[key], where)

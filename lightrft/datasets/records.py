@@ -65,28 +65,60 @@ def first_value(*candidates: tuple[Any, str]) -> Any:
     return None
 
 
-def as_chat(row: Row, input_key: str) -> Row:
+def as_chat(row: Row, input_key: str, where: str) -> Row:
     """Add ``messages`` to a row of Alpaca (``instruction, input, output``) or ShareGPT (``conversations``).
 
     A row that has a prompt, as ``input_key``, ``prompt`` or ``messages``, is left as it is.
+
+    Raises:
+        DataError: as :func:`_history`.
     """
     if not all(missing(row.get(name)) for name in (input_key, "prompt", "messages")):
         return row
     turns = row.get("conversations")
     if missing(turns) and not missing(row.get("instruction")):
-        turns = _alpaca_turns(row)
+        turns = _alpaca_turns(row, where)
     if not isinstance(turns, list) or not turns:
         return row
-    system = [] if missing(row.get("system")) else [{"role": "system", "content": row["system"]}]
-    return {**row, "messages": system + turns}
+    return {**row, "messages": turns}
 
 
-def _alpaca_turns(row: Row) -> list[Message]:
-    """Return the turns of an Alpaca row; its ``history`` holds pairs of earlier questions and answers."""
+def _alpaca_turns(row: Row, where: str) -> list[Message]:
+    """Return the turns of an Alpaca row."""
     asked = "\n".join(str(row[name]) for name in ("instruction", "input") if not missing(row.get(name)))
-    pairs = [*(row.get("history") or []), (asked, row.get("output"))]
-    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
-    return turns[:-1] if missing(row.get("output")) else turns
+    answer = [] if missing(row.get("output")) else [{"role": "assistant", "content": row["output"]}]
+    return [*_history(row, where), {"role": "user", "content": asked}, *answer]
+
+
+def _history(row: Row, where: str) -> list[Message]:
+    """Return the turns of the column ``history``, pairs of earlier questions and answers.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    pairs = [] if missing(row.get("history")) else row["history"]
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError(f"{where}: the column 'history' is {str(pairs)[:80]}: expected a list of pairs [question, "
+                        "answer]. Correct or remove it")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+
+
+def with_system(value: Any, row: Row, where: str) -> Any:
+    """Return a prompt or chat of a row after the text in its column ``system``; a text beside such a column is a turn
+    of the user, after those of ``history``.
+
+    Raises:
+        DataError: as :func:`_history`.
+    """
+    system = row.get("system")
+    if "system" not in row or not isinstance(system, str | None):
+        return value
+    before = [] if missing(system) else [{"role": "system", "content": system}]
+    if isinstance(value, str):
+        return [*before, *_history(row, where), {"role": "user", "content": value}]
+    turns = value if isinstance(value, list) else [value]
+    own = any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns[:1])
+    return value if own else [*before, *turns]
 
 
 def prompt_column(row: Row, input_key: str) -> str | None:
@@ -179,14 +211,14 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
     Raises:
         DataError: the row has no prompt, or messages that are not valid.
     """
-    row = as_chat(row, cfg.input_key)
+    row = as_chat(row, cfg.input_key, where)
     column = prompt_column(row, cfg.input_key)
     if column is None:
         names = ", ".join(dict.fromkeys((cfg.input_key, *PROMPT_COLUMNS)))
         raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
                         "with --input_key, or remove the row")
     row_id = first_value((row, "id"), (row, "uid"))
-    return Record(prompt=normalise_prompt(row[column], where), reference=find_reference(row, cfg.reference_key),
+    return Record(prompt=normalise_prompt(with_system(row[column], row, where), where), reference=find_reference(row, cfg.reference_key),
                   label=find_label(row, cfg.label_key), data_source=str(row.get("data_source") or ""),
                   row_id=None if row_id is None else str(row_id),
                   columns={key: value for key, value in row.items() if key != column})  # yapf: disable

@@ -53,6 +53,20 @@ def test_chats_of_every_form(build, tokenizer, form):
     assert (pair.uid, pair.margin, pair.tie) == ("0:0", None, False)
 
 
+@pytest.mark.parametrize("form", [*FORMS, "Orca"])
+def test_the_column_system_comes_before_the_prompt_of_every_form(build, tokenizer, form):
+    """Once; an empty one makes a chat of a text, too."""
+    row = FORMS.get(form, {"question": "1+1?", "chosen": "2", "rejected": "3"})
+    own, empty = build([row | {"system": "S"}, row | {"system": ""}])
+    start = tokenizer.apply_chat_template([{"role": "system", "content": "S"}], tokenize=False)
+    for side in ("chosen", "rejected"):
+        found, bare = (texts(getattr(pair, side), tokenizer) for pair in (own, empty))
+        assert found == (start + bare[0], bare[1]) and bare[0].startswith(CHAT)
+    if form in ("TRL, implicit prompt", "ms-swift, messages"):  # a chat with a turn of the system keeps its own
+        spoken = {name: [{"role": "system", "content": "T"}, *turns] for name, turns in row.items()}
+        assert build([spoken | {"system": "S"}])[0].chosen == build([spoken])[0].chosen
+
+
 @pytest.mark.parametrize("row, options", [
     ({"prompt": "1+1? ", "chosen": "It is 2", "rejected": "It is 3"}, {}),
     ({"q": "1+1? ", "good": "It is 2", "bad": "It is 3"
