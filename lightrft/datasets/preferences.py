@@ -86,8 +86,8 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
                         "true, or use --pair_policy skip")
     _check(texts, row, where)
     _check_asked(texts[0], row, cfg, where)
-    prompt, *sides = texts
-    return PairRecord(with_system(prompt, row, where), *sides, margin, tie, _heads(row, where))
+    prompt, chosen, rejected = texts
+    return PairRecord(with_system(prompt, row, where), chosen, rejected, margin, tie, _heads(row, where))
 
 
 def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:

@@ -217,8 +217,8 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
         names = ", ".join(dict.fromkeys((cfg.input_key, *PROMPT_COLUMNS)))
         raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
                         "with --input_key, or remove the row")
-    row_id = first_value((row, "id"), (row, "uid"))
-    return Record(prompt=normalise_prompt(with_system(row[column], row, where), where), reference=find_reference(row, cfg.reference_key),
+    row_id, asked = first_value((row, "id"), (row, "uid")), with_system(row[column], row, where)
+    return Record(prompt=normalise_prompt(asked, where), reference=find_reference(row, cfg.reference_key),
                   label=find_label(row, cfg.label_key), data_source=str(row.get("data_source") or ""),
                   row_id=None if row_id is None else str(row_id),
                   columns={key: value for key, value in row.items() if key != column})  # yapf: disable
