@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.preferences import is_tie
+from lightrft.datasets.preferences import is_tie, lacking
 from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
@@ -105,12 +105,16 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
 
 
 def _check_question(row: Row, cfg: JudgeDataConfig, where: str) -> None:
-    """Raise a :class:`DataError` for candidates that end different chats."""
+    """Raise a :class:`DataError` for candidates that end different chats, or chats of another prompt."""
     chosen, rejected = ([] if isinstance(row[name], str) else to_messages(row[name], where)[:-1]
                         for name in (cfg.chosen_key, cfg.rejected_key))  # yapf: disable
     if chosen != rejected and chosen and rejected:
         raise DataError(f"{where}: the candidates end different chats, so they answer different questions. Correct or "
                         "remove the row")
+    before = chosen or rejected
+    if lost := lacking(row[cfg.prompt_key], before, where) if before else "":
+        raise DataError(f"{where}: the candidates end chats without the {lost} in the column {cfg.prompt_key!r}, so "
+                        "they answer another question. Correct or remove the row")
 
 
 def _said(row: Row, key: str, where: str) -> str:

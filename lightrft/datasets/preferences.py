@@ -108,16 +108,18 @@ def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
 
 def _check_asked(prompt: Answer, row: Row, cfg: PairDataConfig, where: str) -> None:
     """Raise a :class:`PairError` for turns of the column of prompts that whole chats with their own ``prompt`` lack."""
-    asked, lost = row.get(cfg.prompt_key), ""
-    if missing(asked) or missing(row.get(cfg.chosen_key)):
+    if isinstance(prompt, str) or missing(row.get(cfg.prompt_key)) or missing(row.get(cfg.chosen_key)):
         return
-    if isinstance(asked, (list, dict)):
-        lost = next((f"turn of {turn['role']!r}" for turn in to_messages(asked, where) if turn not in prompt), "")
-    elif isinstance(prompt, list):
-        lost = "" if _is_asked(str(asked), prompt) else "text"
-    if lost:
+    if lost := lacking(row[cfg.prompt_key], prompt, where):
         raise PairError(f"{where}: the answers are whole chats without the {lost} in the column {cfg.prompt_key!r}. "
                         "Write the prompt in one of both, remove the row, or use --pair_policy skip")
+
+
+def lacking(asked: Any, prompt: list[Message], where: str) -> str:
+    """Name what the turns before an answer lack of a prompt that a row has apart from them; empty: nothing."""
+    if isinstance(asked, (list, dict)):
+        return next((f"turn of {turn['role']!r}" for turn in to_messages(asked, where) if turn not in prompt), "")
+    return "" if _is_asked(str(asked), prompt) else "text"
 
 
 def _is_asked(text: str, prompt: list[Message]) -> bool:
