@@ -151,6 +151,8 @@ BAD = [
     ({"query": ["4"], "messages": [[TURN]]}, "/get_reward", 400, "must begin with its entry of prompts"),
     ({"query": ["4"], "prompts": [""], "messages": [[TURN]]}, "/get_reward", 400, "reads text only"),
     ({"query": ["4"], "prompts": [""], "messages": [7]}, "/get_reward", 400, "expected a list of turns"),
+    ({"query": ["4"], "prompts": [""], "messages": [[{"role": "user", "content": "\ud800"}]]}, "/get_reward", 400,
+     "messages[0]: holds half of a surrogate pair"),
     ({"queries": ["4"], "images": [["aGk="]]}, "/get_reward", 400, "images: a reward model behind a server reads text"),
     ({"input": [[5, 6]]}, "/classify", 400, "input[0]: expected a text, got list"),
     ({"query": ["4"]}, "/reward", 404, "/reward: there are GET /health and POST /get_reward"),
