@@ -291,9 +291,14 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
     try:
         with _quiet():
             hf, info = auto_class.from_pretrained(
-                model_folder(path) or path, config=config, dtype=dtype, output_loading_info=True, **kwargs)
+                model_folder(path) or path, config=config, dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True, **kwargs)  # they raise below, with their names
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot load the weights of {path!r}: {first_line(error)}") from error
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(f"cannot load the weights of {path!r}: {name} is stored as {' x '.join(map(str, stored))}, and "
+                        f"{type(hf).__name__} has {' x '.join(map(str, wanted))} here; config.json or the options "
+                        "describe another model")
     missing = sorted(set(info["missing_keys"]) - set(new))
     if missing:
         raise UserError(

@@ -112,7 +112,9 @@ def _truncate(folder):
     (_truncate, "cannot load the weights"),
     (lambda folder: tiny.change_json(folder / "config.json", num_hidden_layers=3, layer_types=None),
      "lacks 12 tensors.*layers.2"),
-    (lambda folder: tiny.change_json(folder / "config.json", intermediate_size=48), "cannot load the weights"),
+    (lambda folder: tiny.change_json(folder / "config.json", intermediate_size=48),
+     "cannot load the weights of .*: model.layers.0.mlp.down_proj.weight is stored as 32 x 64, and Qwen2.* 32 x 48 here"
+     ),
 ])
 def test_damaged_folders(broken, damage, message):
     damage(broken)
