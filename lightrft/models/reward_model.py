@@ -308,6 +308,10 @@ class RewardModel(PackedModel):
         yield from named_head(own, self.head.prefix)
 
 
+def _first(logprobs: Tensor, part: slice) -> tuple[Tensor]:
+    return (logprobs[:, 0], )
+
+
 class ProcessRewardModel(PackedModel):
     """A causal language model; its prediction after the placeholder of a step is its judgement of the step.
 
@@ -324,8 +328,9 @@ class ProcessRewardModel(PackedModel):
         self.form, self.classes, self.chunk_mib = form, classes, chunk_mib
         setattr(self.hf_model.config, STEPS, vars(form))
 
-    def forward(self, exp: Experience, read: Read) -> tuple[Tensor, ...]:
-        """Return what ``read`` makes of the log-probs [N, K] of the classes at the N placeholders, float32.
+    def forward(self, exp: Experience, read: Read = _first) -> tuple[Tensor, ...]:
+        """Return what ``read`` makes of the log-probs [N, K] of the classes at the N placeholders, float32; by default
+        those of the first class.
 
         The placeholders are the tokens in the loss of ``exp`` (``exp.actions``). N may be 0; the graph still reaches
         every parameter.

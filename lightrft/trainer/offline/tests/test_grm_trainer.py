@@ -211,7 +211,7 @@ def test_rows_of_a_split_are_rendered_with_their_options(home):
                 JudgementDataset(data(**{name: "typo"}), tokenizer)
     learnt = [token for token, keep in zip(plain.token_ids, plain.loss_mask) if keep]
     assert tokenizer.decode(learnt) == f"<answer>{ANSWERS[plain.right]}</answer><|im_end|>"
-    assert set(options(GRMConfig)) - set(options(OfflineConfig)) == {*flips, "generate_max_len", "aux_loss_coef"}
+    assert set(options(GRMConfig)) - set(options(OfflineConfig)) == {*flips, "generate_max_len"}
     held = [
         JudgementDataset(JudgeDataConfig(train_data=[hold_rows(ROWS)]), tokenizer, seed=seed)[:20] for seed in (0, 1)
     ]
