@@ -72,13 +72,12 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
     Raises:
         PairError: an answer or a turn of it is missing or empty, both are equal, or there is no prompt that is common
             to both.
-        DataError: an answer is text and the other one messages, the margin is no number or negative, the tie neither
-            true nor false, or messages are not valid.
+        DataError: an answer is text and the other one messages, the margin is no number, the tie neither true
+            nor false, or messages are not valid.
     """
     tie, margin = is_tie(row, where), finite(row.get("margin"))
-    if margin is None and row.get("margin") not in (None, "") or margin is not None and margin < 0:
-        raise DataError(f"{where}: the margin {row['margin']!r} is no number of at least 0. Correct or remove it; if "
-                        "the rejected answer is the better one, exchange both answers")
+    if margin is None and row.get("margin") not in (None, ""):
+        raise DataError(f"{where}: the margin {row['margin']!r} is not a number. Correct or remove it")
     answers = _answers(row, cfg, where, ends)
     texts = _parted(_asked(row, cfg.prompt_key, where), *answers)
     if answers[0] == answers[1] and not tie and not _other_media(row, cfg, texts):

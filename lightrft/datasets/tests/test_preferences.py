@@ -166,8 +166,7 @@ def test_a_named_column_that_no_row_has(build, option):
 
 def test_what_stops_a_run_under_every_policy(build):
     row = FORMS["chat and texts"]
-    for broken, problem in (*((row | {"margin": margin}, f"margin {margin!r} is no number of at least 0")
-                              for margin in ("much", -0.5)),
+    for broken, problem in ((row | {"margin": "much"}, "margin 'much' is not a number"),
                             *((row | {"tie": tie}, "column 'tie' is .*: expected true or false")
                               for tie in ("false", "no", -1, [False])),
                             (row | {"prompt": [ASK, GOOD | {"content": None}, ASK]}, "turn 2 of the chat is empty"),

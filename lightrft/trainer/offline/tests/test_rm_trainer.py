@@ -284,9 +284,10 @@ def test_held_out_pairs_need_no_label_of_every_head_and_what_none_has_is_no_metr
     got = trainer.evaluate()
     assert got["eval/loss"] > 0 and not [name for name in got if "accuracy" in name]
     assert trainer_of(config_of(base, tmp_path, train_data=[hold_rows(ties)])).train_step().get("rm/accuracy") is None
-    with pytest.raises(UserError, match="row 1 of evaluation data 1: the column 'heads' has 'shrt'"):
-        wrong = [{**ROWS[0], "heads": {"shrt": "chosen"}}]
-        trainer_of(config_of(base, tmp_path, heads_types=names, eval_data=[hold_rows(wrong)]))
+    for wrong, said in (({"heads": {"shrt": "chosen"}}, "the column 'heads' has 'shrt'"), ({"margin":
+                                                                                            -1}, "the margin -1 is")):
+        with pytest.raises(UserError, match=f"row 1 of evaluation data 1: {said}"):
+            trainer_of(config_of(base, tmp_path, heads_types=names, eval_data=[hold_rows([ROWS[0] | wrong])]))
 
 
 @pytest.mark.parametrize("flag,given,typed", [("heads_types", ["short", "preference"], "short,preference"),
