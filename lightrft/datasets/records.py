@@ -104,8 +104,8 @@ def _history(row: Row, where: str) -> list[Message]:
 
 
 def with_system(value: Any, row: Row, where: str) -> Any:
-    """Return a prompt or chat of a row after the text in its column ``system``; a text beside such a column is a turn
-    of the user, after those of ``history``.
+    """Return a prompt or chat of a row after the text in its column ``system``; with that column, a text is a turn of
+    the user, after those of ``history``.
 
     Raises:
         DataError: as :func:`_history`.

@@ -382,8 +382,7 @@ def test_the_head_computes_in_float32_where_the_model_computes_in_bfloat16(base,
 def test_models_that_cannot_score_are_refused(base, tmp_path):
     with pytest.raises(UserError, match="has no head .*Qwen2ForCausalLM.* train one with lightrft rm"):
         load_scorer(str(base))
-    three = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
-    three.save_pretrained(tmp_path)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has 3 scores; give a sequence classifier with one"):
         load_scorer(str(tmp_path))
     with pytest.raises(DataError, match="--chosen_key 'better': no row of"):
