@@ -225,7 +225,9 @@ def read_config(path: str) -> PretrainedConfig:
     """Read the config.json of the model at ``path``, without dropout; of Qwen2.5-Omni that of its thinker."""
     folder = model_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
-        raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder")
+        run = (folder / "hf" / "config.json").is_file()
+        raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder. " + (
+            f"Give {folder / 'hf'}, the model of this run" if run else "lightrft export writes one from a checkpoint"))
     try:
         config = AutoConfig.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:

@@ -108,6 +108,9 @@ def _truncate(folder):
     (lambda folder: (folder / "config.json").write_text("{"), "cannot load a model"),
     (lambda folder: tiny.change_json(folder / "config.json", model_type="no_such_type"),
      "cannot load a model.*no_such_type"),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json, .* lightrft export writes one from a"),
+    (lambda folder: shutil.copytree(folder, folder / "hf") and
+     (folder / "config.json").unlink(), "has no config.json, .* Give .*/copy/hf, the model of this run"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot load the weights"),
     (_truncate, "cannot load the weights"),
     (lambda folder: tiny.change_json(folder / "config.json", num_hidden_layers=3, layer_types=None),
