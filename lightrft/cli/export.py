@@ -88,8 +88,10 @@ def _step_folder(checkpoint: Path) -> Path:
         return checkpoint
     found = newest(checkpoint) or newest(checkpoint / "checkpoints")
     if found is None:
+        exported = checkpoint / "hf"
         raise UserError(f"{checkpoint}: no complete checkpoint is there; give a folder such as "
-                        "runs/a/checkpoints/step_000050")
+                        "runs/a/checkpoints/step_000050" +
+                        (f", or use the model {exported}" if (exported / "config.json").is_file() else ""))
     return found
 
 

@@ -75,9 +75,9 @@ def _merged(base: "PreTrainedModel", model: str, adapter: Path) -> "PreTrainedMo
     _untie(base, adapter)
     try:
         joined: Any = PeftModel.from_pretrained(base, adapter)
+        merged: PreTrainedModel = joined.merge_and_unload()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"--lora_path {adapter}: does not fit {model}: {first_line(error)}") from error
-    merged: PreTrainedModel = joined.merge_and_unload()
+        raise UserError(f"--lora_path {adapter}: cannot be merged into {model}: {first_line(error)}") from error
     return merged
 
 

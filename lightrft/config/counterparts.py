@@ -386,7 +386,7 @@ SIBLINGS: dict[str, str] = {
     "zero_stage": "--engine_tp_size, with --engine_type vllm or sglang | nothing, a process holds the whole model",
     "apply_chat_template": _CHATS,
     "input_template": _CHATS,
-    "aux_loss_coef": "nothing, lightrft sft, kd, grm and train balance the load of experts",
+    "aux_loss_coef": "nothing, training balances the load of experts",
     "value_head_prefix": "nothing, config.json of a reward model names its head",
 }
 """Options of a command of this package -> those of the others that mean the same."""

@@ -5,8 +5,8 @@ from typing import ClassVar
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import RenderingConfig
 from lightrft.config.schema import DataConfig
-from lightrft.config.shared_schema import (CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig,
-                                           Tree)
+from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig,
+                                           StrategyConfig, Tree)
 from lightrft.config.tree import group
 
 
@@ -35,8 +35,8 @@ class OfflineDataConfig(RenderingConfig):
 
 
 @dataclass
-class OfflineTrainConfig(OptimConfig):
-    """The optimizer, its batches and the length of the run."""
+class OfflineTrainConfig(BalanceConfig, OptimConfig):
+    """The optimizer, its batches, the length of the run, and the load of experts."""
     learning_rate: float = option(1e-5, "peak learning rate", within=NON_NEGATIVE, common=True, card="learning rate")
     max_epochs: int = option(1, "passes over the training rows", within=COUNT, free=True, common=True)
     eval_steps: int = option(-1, "optimizer steps between evaluations; -1: at the end only; 0: never",

@@ -51,7 +51,7 @@ class PreferenceConfig:
 
 @dataclass
 class DPOTrainConfig(OfflineTrainConfig):
-    """The optimizer, its batches and the length of the run."""
+    """The optimizer, its batches, the length of the run, and the load of experts."""
     learning_rate: float = option(5e-7, "peak learning rate", within=NON_NEGATIVE, common=True, card="learning rate")
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
 from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, option
-from lightrft.config.sft_schema import SFTTrainConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.config.tree import group
 from lightrft.utils.errors import UserError
@@ -175,7 +174,7 @@ class JudgeDataConfig(OfflineDataConfig):
 
 
 @dataclass
-class JudgeTrainConfig(SFTTrainConfig):
+class JudgeTrainConfig(OfflineTrainConfig):
     """The optimizer, its batches, the length of the run, the load of experts, and the evaluation."""
     generate_max_len: int = option(512, "longest judgement of an evaluation, in tokens", within=COUNT, free=True,
                                    common=True)

@@ -1,15 +1,9 @@
 """Options of supervised fine-tuning, and of distillation from a teacher."""
 from dataclasses import dataclass
 
-from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig
+from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.options import NON_NEGATIVE, option, SHARE
-from lightrft.config.shared_schema import BalanceConfig
 from lightrft.config.tree import group
-
-
-@dataclass
-class SFTTrainConfig(BalanceConfig, OfflineTrainConfig):
-    """The optimizer, its batches, the length of the run, and the load of experts."""
 
 
 @dataclass
@@ -31,7 +25,6 @@ class SFTDataConfig(OfflineDataConfig):
 class SFTConfig(OfflineConfig):
     """The whole option tree of ``lightrft.cli.train_sft``."""
     data: SFTDataConfig = group(SFTDataConfig)
-    train: SFTTrainConfig = group(SFTTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.SFTPreflight"
     TRAINING = "supervised fine-tuning"

@@ -15,8 +15,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.preferences import is_tie
-from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages
+from lightrft.datasets.preferences import is_tie, lacking
+from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
@@ -105,12 +105,16 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
 
 
 def _check_question(row: Row, cfg: JudgeDataConfig, where: str) -> None:
-    """Raise a :class:`DataError` for candidates that end different chats."""
+    """Raise a :class:`DataError` for candidates that end different chats, or chats of another prompt."""
     chosen, rejected = ([] if isinstance(row[name], str) else to_messages(row[name], where)[:-1]
                         for name in (cfg.chosen_key, cfg.rejected_key))  # yapf: disable
     if chosen != rejected and chosen and rejected:
         raise DataError(f"{where}: the candidates end different chats, so they answer different questions. Correct or "
                         "remove the row")
+    before = chosen or rejected
+    if lost := lacking(row[cfg.prompt_key], before, where) if before else "":
+        raise DataError(f"{where}: the candidates end chats without the {lost} in the column {cfg.prompt_key!r}, so "
+                        "they answer another question. Correct or remove the row")
 
 
 def _said(row: Row, key: str, where: str) -> str:
@@ -127,7 +131,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = False) -> str:
     """Return the turns of a column, or the ``last`` one alone, as text without the tokens ``ends`` behind it."""
-    value = row.get(name)
+    value = row.get(name) if last else with_system(row.get(name), row, where)
     turns = [] if isinstance(value, str) or missing(value) else to_messages(value, where)
     if last and turns and turns[-1]["role"] != "assistant":
         raise DataError(
@@ -174,6 +178,7 @@ class JudgementDataset(SFTDataset):
     Args:
         seed: of the order of the candidates.
     """
+    NAME = "judgements"
 
     def __init__(self, cfg: JudgeDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
                  media: MediaStore | None = None, seed: int = 0) -> None:

@@ -20,7 +20,7 @@ from lightrft.datasets.media_rows import part_media, rejected_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
-                                       silent, text_of, to_messages, truth)
+                                       silent, text_of, to_messages, truth, with_system)
 from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
@@ -85,7 +85,8 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
                         "true, or use --pair_policy skip")
     _check(texts, row, where)
     _check_asked(texts[0], row, cfg, where)
-    return PairRecord(*texts, margin, tie, _heads(row, where))
+    prompt, chosen, rejected = texts
+    return PairRecord(with_system(prompt, row, where), chosen, rejected, margin, tie, _heads(row, where))
 
 
 def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
@@ -106,13 +107,24 @@ def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
 
 def _check_asked(prompt: Answer, row: Row, cfg: PairDataConfig, where: str) -> None:
     """Raise a :class:`PairError` for turns of the column of prompts that whole chats with their own ``prompt`` lack."""
-    asked = row.get(cfg.prompt_key)
-    if isinstance(asked, (list, dict)) and not missing(row.get(cfg.chosen_key)):
-        lost = [turn for turn in to_messages(asked, where) if turn not in prompt]
-        if lost:
-            raise PairError(f"{where}: the answers are whole chats without the turn of {lost[0]['role']!r} in the "
-                            f"column {cfg.prompt_key!r}. Write the prompt in one of both, remove the row, or use "
-                            "--pair_policy skip")
+    if isinstance(prompt, str) or missing(row.get(cfg.prompt_key)) or missing(row.get(cfg.chosen_key)):
+        return
+    if lost := lacking(row[cfg.prompt_key], prompt, where):
+        raise PairError(f"{where}: the answers are whole chats without the {lost} in the column {cfg.prompt_key!r}. "
+                        "Write the prompt in one of both, remove the row, or use --pair_policy skip")
+
+
+def lacking(asked: Any, prompt: list[Message], where: str) -> str:
+    """Name what the turns before an answer lack of a prompt that a row has apart from them; empty: nothing."""
+    if isinstance(asked, (list, dict)):
+        return next((f"turn of {turn['role']!r}" for turn in to_messages(asked, where) if turn not in prompt), "")
+    return "" if _is_asked(str(asked), prompt) else "text"
+
+
+def _is_asked(text: str, prompt: list[Message]) -> bool:
+    """Return True if ``text`` is part of a turn, or holds all turns but those of the system."""
+    said = [(turn["role"], text_of(turn["content"]).strip()) for turn in prompt]
+    return any(text.strip() in each for _, each in said) or all(each in text for role, each in said if role != "system")
 
 
 def is_tie(row: Row, where: str) -> bool:
@@ -166,7 +178,7 @@ def _answer(value: Any, key: str, row: Row, where: str, ends: tuple[str, ...]) -
 
 def _asked(row: Row, key: str, where: str) -> Answer | None:
     """Return the prompt that a row has apart from its answers: empty where column ``key`` is, None without any."""
-    row = as_chat(row, key)
+    row = as_chat(row, key, where)
     column = prompt_column(row, key) or "question"
     if column == key and isinstance(row[key], list):
         return to_messages(row[key], where)

@@ -65,28 +65,60 @@ def first_value(*candidates: tuple[Any, str]) -> Any:
     return None
 
 
-def as_chat(row: Row, input_key: str) -> Row:
+def as_chat(row: Row, input_key: str, where: str) -> Row:
     """Add ``messages`` to a row of Alpaca (``instruction, input, output``) or ShareGPT (``conversations``).
 
     A row that has a prompt, as ``input_key``, ``prompt`` or ``messages``, is left as it is.
+
+    Raises:
+        DataError: as :func:`_history`.
     """
     if not all(missing(row.get(name)) for name in (input_key, "prompt", "messages")):
         return row
     turns = row.get("conversations")
     if missing(turns) and not missing(row.get("instruction")):
-        turns = _alpaca_turns(row)
+        turns = _alpaca_turns(row, where)
     if not isinstance(turns, list) or not turns:
         return row
-    system = [] if missing(row.get("system")) else [{"role": "system", "content": row["system"]}]
-    return {**row, "messages": system + turns}
+    return {**row, "messages": turns}
 
 
-def _alpaca_turns(row: Row) -> list[Message]:
-    """Return the turns of an Alpaca row; its ``history`` holds pairs of earlier questions and answers."""
+def _alpaca_turns(row: Row, where: str) -> list[Message]:
+    """Return the turns of an Alpaca row."""
     asked = "\n".join(str(row[name]) for name in ("instruction", "input") if not missing(row.get(name)))
-    pairs = [*(row.get("history") or []), (asked, row.get("output"))]
-    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
-    return turns[:-1] if missing(row.get("output")) else turns
+    answer = [] if missing(row.get("output")) else [{"role": "assistant", "content": row["output"]}]
+    return [*_history(row, where), {"role": "user", "content": asked}, *answer]
+
+
+def _history(row: Row, where: str) -> list[Message]:
+    """Return the turns of the column ``history``, pairs of earlier questions and answers.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    pairs = [] if missing(row.get("history")) else row["history"]
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError(f"{where}: the column 'history' is {str(pairs)[:80]}: expected a list of pairs [question, "
+                        "answer]. Correct or remove it")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+
+
+def with_system(value: Any, row: Row, where: str) -> Any:
+    """Return a prompt or chat of a row after the text in its column ``system``; with that column, a text is a turn of
+    the user, after those of ``history``.
+
+    Raises:
+        DataError: as :func:`_history`.
+    """
+    system = row.get("system")
+    if "system" not in row or not isinstance(system, str | None):
+        return value
+    before = [] if missing(system) else [{"role": "system", "content": system}]
+    if isinstance(value, str):
+        return [*before, *_history(row, where), {"role": "user", "content": value}]
+    turns = value if isinstance(value, list) else [value]
+    own = any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns[:1])
+    return value if own else [*before, *turns]
 
 
 def prompt_column(row: Row, input_key: str) -> str | None:
@@ -116,7 +148,8 @@ def to_message(turn: Any, where: str) -> Message:
 
     Raises:
         UnusableRow: a part of its content is null, or is a text that is null.
-        DataError: it is no chat turn, or the content of another turn than an answer is null.
+        DataError: it is no chat turn, its content is neither text nor a list of parts, or the content of another turn
+            than an answer is null.
     """
     if isinstance(turn, dict) and "from" in turn and "value" in turn:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
@@ -125,6 +158,9 @@ def to_message(turn: Any, where: str) -> Message:
     if str(turn["role"]) in _SHAREGPT_ROLES:
         raise DataError(f"{where}: a chat message has the role {turn['role']!r}, which chat templates do not know. "
                         f"Write {_SHAREGPT_ROLES[turn['role']]!r}")
+    if wrong := [part for part in _parts(turn["content"]) if not isinstance(part, (str, type(None)))]:
+        raise DataError(f"{where}: a chat message of {turn['role']!r} has the content {str(wrong[0])[:80]} "
+                        f"({type(wrong[0]).__name__}); expected a text, or a list of parts. Write it as text")
     if turn["content"] is None and turn["role"] != "assistant":  # what an answer lacks depends on who learns from it
         raise DataError(f"{where}: a chat message of {turn['role']!r} has null as its content. Write its text, or "
                         "remove it")
@@ -132,6 +168,12 @@ def to_message(turn: Any, where: str) -> Message:
         raise UnusableRow(f"{where}: a chat message of {turn['role']!r} has a part without text "
                           f"({str(turn['content'])[:80]}). Write its text, or remove it")
     return {key: value for key, value in turn.items() if value is not None or key == "content"}
+
+
+def _parts(content: Any) -> list[Any]:
+    """Return what should be texts or null in a content: itself, or its parts and their texts."""
+    parts = content if isinstance(content, list) else [content]
+    return [part.get("text") if isinstance(part, dict) and isinstance(content, list) else part for part in parts]
 
 
 def _null(part: Any) -> bool:
@@ -169,14 +211,14 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
     Raises:
         DataError: the row has no prompt, or messages that are not valid.
     """
-    row = as_chat(row, cfg.input_key)
+    row = as_chat(row, cfg.input_key, where)
     column = prompt_column(row, cfg.input_key)
     if column is None:
         names = ", ".join(dict.fromkeys((cfg.input_key, *PROMPT_COLUMNS)))
         raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
                         "with --input_key, or remove the row")
-    row_id = first_value((row, "id"), (row, "uid"))
-    return Record(prompt=normalise_prompt(row[column], where), reference=find_reference(row, cfg.reference_key),
+    row_id, asked = first_value((row, "id"), (row, "uid")), with_system(row[column], row, where)
+    return Record(prompt=normalise_prompt(asked, where), reference=find_reference(row, cfg.reference_key),
                   label=find_label(row, cfg.label_key), data_source=str(row.get("data_source") or ""),
                   row_id=None if row_id is None else str(row_id),
                   columns={key: value for key, value in row.items() if key != column})  # yapf: disable

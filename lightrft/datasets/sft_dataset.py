@@ -13,7 +13,7 @@ from lightrft.datasets.media_prompts import pair_media
 from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
-                                       silent, to_messages)
+                                       silent, to_messages, with_system)
 from lightrft.datasets.rendering import CHUNK, Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 
@@ -87,11 +87,12 @@ def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning
     Raises:
         DataError: the row has no prompt, or no answer to learn.
     """
-    row = as_chat(row, renderer.cfg.input_key)
+    row = as_chat(row, renderer.cfg.input_key, where)
     column = _demonstration(row, renderer.cfg.input_key, learning.whole, where)
     value, answer = row[column], learning.answer(row)
     if learning.whole and isinstance(value, str) and missing(answer):
         return Conversation(None, pair=("", without_end(renderer.text(value), renderer.ends)))
+    value = with_system(value, row, where)
     turns = [] if isinstance(value, str) else unended(to_messages(value, where), renderer.ends)
     within = learning.output_key is None and turns and (answer is None or column == "messages")
     if within and any(turn["role"] == "assistant" for turn in turns):
@@ -367,5 +368,5 @@ def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
     """Raise a :class:`DataError` for a conversation without a token in the loss."""
     for i, (_, mask) in enumerate(encoded):
         if not any(mask):
-            raise DataError(f"{rows.where(i)}: no token of the demonstration is the assistant's. Complete or remove "
-                            "the row, or check the template's {% generation %} block")
+            raise DataError(f"{rows.where(i)}: no token of the row is the assistant's. Complete or remove it, "
+                            "or check the template's {% generation %} block")

@@ -15,7 +15,7 @@ from lightrft.config.options import finite
 from lightrft.config.rm_schema import single_token, StepDataConfig, StepFormat
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
-from lightrft.datasets.records import check_named_columns, Message, missing, to_messages
+from lightrft.datasets.records import check_named_columns, Message, missing, to_messages, with_system
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 
@@ -69,6 +69,7 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
                         "or use another --placeholder_token")
     between = cfg.form.step_separator
     steps = [between * (i > 0) + text.removesuffix(between) for i, text in enumerate(texts)]
+    prompt = with_system(prompt, row, where)
     asked = prompt if isinstance(prompt, str) else to_messages(prompt, where)
     return _checked(Solution(asked, steps, labels or []), cfg, where)
 

@@ -6,7 +6,7 @@ from typing import Any
 from lightrft.config.generate_schema import GenerateDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.records import (find_label, find_reference, Message, missing, prompt_column, text_of,
-                                       to_messages)
+                                       to_messages, with_system)
 from lightrft.datasets.rows import DataError, load_rows, Row
 from lightrft.inference.generation import score_groups, unscored
 from lightrft.inference.row_files import RowFiles
@@ -61,7 +61,7 @@ def _response(row: Row, cfg: GenerateDataConfig, where: str, added: Row) -> Answ
         raise DataError(
             f"{where}: the row has no prompt (looked in {cfg.input_key}, prompt, messages and input; it has "
             f"{', '.join(row)}). Name its column with --input_key")
-    value, output = row[column], row.get(cfg.output_key)
+    value, output = with_system(row[column], row, where), row.get(cfg.output_key)
     turns = [] if isinstance(value, str) else to_messages(value, where)
     if output is None and turns and turns[-1]["role"] == "assistant":
         *turns, last = turns

@@ -24,8 +24,8 @@ from lightrft.models.freezing import freeze, frozen_names
 from lightrft.models.liger import apply_liger
 from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
-from lightrft.models.reward_model import (check_language, cut_layers, ProcessRewardModel, reward_class, RewardHead,
-                                          RewardKind, RewardModel)
+from lightrft.models.reward_model import (check_critic, check_language, cut_layers, ProcessRewardModel, reward_class,
+                                          RewardHead, RewardKind, RewardModel)
 from lightrft.models.towers import Tower
 from lightrft.models.weight_files import name_as_published, Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, UserError
@@ -86,11 +86,13 @@ def load_critic(cfg: ModelConfig, path: str | None = None, train: bool = True, d
     path = _chosen(path or cfg.critic_pretrain or cfg.pretrain, "--critic_pretrain")
     config = read_config(path)
     modality = modality_of(config, path)
+    check_critic(config, path)
     config.num_labels = 1
     loaded = _weights(critic_class(modality, config), path, config, dtype, ("score.weight", ), deferred,
                       attn_implementation=modality.attention(config),
-                      key_mapping={f"^{cfg.value_head_prefix}\\.": "score."})
+                      key_mapping={f"^{re.escape(cfg.value_head_prefix)}\\.": "score."})
     hf: Any = loaded.hf  # its head is ``score``
+    RewardHead(prefix=cfg.value_head_prefix).check_new(loaded.missing, loaded.unread, path)
     if loaded.missing:
         nn.init.zeros_(hf.score.weight)
     hf.generation_config = None  # exports ask every model for it; a critic generates nothing
@@ -242,7 +244,9 @@ def read_config(path: str) -> PretrainedConfig:
     """Read the config.json of the model at ``path``, without dropout; of Qwen2.5-Omni that of its thinker."""
     folder = model_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
-        raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder")
+        run = (folder / "hf" / "config.json").is_file()
+        raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder. " + (
+            f"Give {folder / 'hf'}, the model of this run" if run else "lightrft export writes one from a checkpoint"))
     try:
         config = AutoConfig.from_pretrained(folder or path)
     except (OSError, ValueError, KeyError) as error:
@@ -308,9 +312,14 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
     try:
         with _quiet():
             hf, info = auto_class.from_pretrained(
-                model_folder(path) or path, config=config, dtype=dtype, output_loading_info=True, **kwargs)
+                model_folder(path) or path, config=config, dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True, **kwargs)  # they raise below, with their names
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot load the weights of {path!r}: {first_line(error)}") from error
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise UserError(f"cannot load the weights of {path!r}: {name} is stored as {' x '.join(map(str, stored))}, and "
+                        f"{type(hf).__name__} has {' x '.join(map(str, wanted))} here; config.json or the options "
+                        "describe another model")
     missing = sorted(set(info["missing_keys"]) - set(new))
     if missing:
         raise UserError(
@@ -338,7 +347,6 @@ def _reward_weights(path: str, config: PretrainedConfig, head: RewardHead, dtype
     """Load the decoder with its head, and describe the head in its config."""
     modality = modality_of(config, path)
     head.write(config)
-    config.num_labels = len(head.names)
     loaded = _weights(reward_class(modality, config, head.pooling), path, config, dtype, new, deferred,
                       attn_implementation=modality.attention(config),
                       key_mapping={f"^{re.escape(head.prefix)}\\.": "score."})

@@ -134,12 +134,20 @@ def critic_class(modality: ActorModality, config: PretrainedConfig) -> Any:
     return AutoModelForSequenceClassification
 
 
+def named_head(stream: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the head of a model under the name ``prefix`` too; Hugging Face reads it as ``score``."""
+    for name, tensor in stream:
+        yield name, tensor
+        if name.startswith("score.") and prefix != "score":
+            yield f"{prefix}.{name[6:]}", tensor
+
+
 class Critic(PackedModel):
     """A decoder with one scalar per token.
 
     Args:
         model: Hugging Face's sequence-classification model with one label, or one of :func:`with_score`.
-        value_head_prefix: the name of the head in exported checkpoints.
+        value_head_prefix: further name of the head in exported checkpoints.
     """
 
     def __init__(self, model: nn.Module, value_head_prefix: str = "score",
@@ -158,6 +166,5 @@ class Critic(PackedModel):
         return torch.zeros(exp.num_tokens, device=values.device).index_put((index, ), values)
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Override :meth:`PackedModel.export_params`; the head is called ``value_head_prefix``."""
-        for name, tensor in super().export_params(stream, merge):
-            yield (f"{self.value_head_prefix}.{name[6:]}" if name.startswith("score.") else name), tensor
+        """Override :meth:`PackedModel.export_params` by :func:`named_head`."""
+        yield from named_head(super().export_params(stream, merge), self.value_head_prefix)

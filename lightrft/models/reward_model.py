@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn, Tensor
+from torch.nn import functional as F
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lightrft.config.options import show
 from lightrft.config.rm_schema import JudgeFormat, StepFormat
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
 from lightrft.models.lora import ADAPTER, has_adapters
-from lightrft.models.packed_model import PackedModel, with_score
+from lightrft.models.packed_model import named_head, PackedModel, with_score
 from lightrft.ops.logprobs import Read, read_logprobs
 from lightrft.ops.segment import segment_softmax, seq_ids
 from lightrft.types import Experience
@@ -25,7 +26,6 @@ STEPS = "process_reward_model"  # entry of config.json, the fields of StepFormat
 JUDGE = "generative_reward_model"  # entry of config.json, the fields of JudgeFormat
 SPEAKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of language models
 _HEAD = re.compile(r"(?!lm_head\.)\w*(head|score|value|reward|classifier)\w*\.")
-ALONE = "(attention pooling: loads with lightrft alone)"
 START = log(1 / 0.07)  # of the learnt scale, as in CLIP
 
 
@@ -146,15 +146,10 @@ class RewardHead:
         return self.std > 0
 
     def write(self, config: PretrainedConfig) -> None:
-        """Describe the head in the config of its model.
-
-        With the pooling "attn" there is one label more than scores, so that the classifiers of Hugging Face, which read
-        the last token, refuse the weights.
-        """
+        """Describe the head in the config of its model."""
         setattr(config, SCORES, asdict(self))
-        labels = [*self.names, *([ALONE] if self.pooling == "attn" else [])]
-        config.id2label = dict(enumerate(labels))
-        config.label2id = {name: i for i, name in enumerate(labels)}
+        config.id2label = dict(enumerate(self.names))
+        config.label2id = {name: i for i, name in enumerate(self.names)}
 
     @property
     def new(self) -> tuple[str, ...]:
@@ -177,6 +172,24 @@ def check_language(config: PretrainedConfig, unread: set[str], path: str) -> Non
         raise UserError(f"{path!r} scores texts and does not generate ({heads[0] if heads else name or SCORES} says "
                         "so): its head would be dropped. Give the language model that it was trained from; lightrft "
                         "rm trains a reward model further")
+
+
+def check_critic(config: PretrainedConfig, path: str) -> None:
+    """Refuse a reward model or classifier whose head is not that of a critic, one score of a token, and forget the
+    entry of a reward model: its mean is not that of values.
+
+    Raises:
+        UserError: it has several scores, or pools over tokens.
+    """
+    if config_value(config, SCORES, None) is None and not _is_classifier(config):
+        return
+    head = RewardHead.of(config, path)
+    if len(head.names) > 1 or head.pooling != "last":
+        raise UserError(
+            f"--critic_pretrain {path!r}: a reward model with the scores {show(head.names)} and the pooling "
+            f"{head.pooling}; a critic has one score per token. Give one that was trained with one of "
+            "--heads_types and --pooling_method last, or a policy, from which a critic starts at 0")
+    vars(config).pop(SCORES, None)
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
@@ -203,7 +216,7 @@ def cut_layers(config: PretrainedConfig, layer: int) -> None:
 
 def reward_class(modality: ActorModality, config: PretrainedConfig, pooling: str) -> Any:
     """Return the class that loads a reward model: Hugging Face's sequence classifier where it has one, with ``score``
-    for one value per entry of ``config.num_labels``, and ``pool`` for the pooling "attn"."""
+    for one value per entry of ``config.num_labels``, or :class:`PooledScore` for the pooling "attn"."""
     known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if isinstance(modality, MediaModality) or type(config) not in known:
         family = with_score(modality.auto_class._model_mapping[type(config)])
@@ -212,12 +225,26 @@ def reward_class(modality: ActorModality, config: PretrainedConfig, pooling: str
     return _with_pool(family) if pooling == "attn" else family
 
 
+class PooledScore(nn.Linear):
+    """Head behind an attention pooling. Its weight [1, K, H] has a dimension more than that of a classifier, so that
+    the classifiers of Hugging Face, which read the last token, refuse it, whatever labels they are asked for."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__(width, count, bias=False)
+        self.weight = nn.Parameter(self.weight.detach()[None])
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Return the scores [B, K] of pooled states [B, H]."""
+        return F.linear(pooled, self.weight[0])
+
+
 def _with_pool(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     class Pooled(family):  # type: ignore[valid-type, misc]
 
         def post_init(self) -> None:
-            self.pool = nn.Linear(self.config.get_text_config().hidden_size, 1, bias=False)
+            width = self.config.get_text_config().hidden_size
+            self.score, self.pool = PooledScore(width, self.config.num_labels), nn.Linear(width, 1, bias=False)
             super().post_init()
 
     Pooled.__name__, Pooled.__qualname__, Pooled.__module__ = family.__name__, family.__qualname__, family.__module__
@@ -276,13 +303,13 @@ class RewardModel(PackedModel):
         return empty.index_add(0, seq_ids(exp.cu_seqlens, exp.num_tokens), weights[:, None] * hidden)
 
     def export_params(self, stream: Iterator[tuple[str, Tensor]], merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Override :meth:`PackedModel.export_params`: the head has the name ``prefix``, and ``score`` for Hugging Face;
-        the scale is left out."""
-        for name, tensor in super().export_params(stream, merge):
-            if not name.startswith("scale."):
-                yield name, tensor
-            if name.startswith("score.") and self.head.prefix != "score":
-                yield f"{self.head.prefix}.{name[6:]}", tensor
+        """Override :meth:`PackedModel.export_params` by :func:`named_head`; the scale is left out."""
+        own = (each for each in super().export_params(stream, merge) if not each[0].startswith("scale."))
+        yield from named_head(own, self.head.prefix)
+
+
+def _first(logprobs: Tensor, part: slice) -> tuple[Tensor]:
+    return (logprobs[:, 0], )
 
 
 class ProcessRewardModel(PackedModel):
@@ -301,8 +328,9 @@ class ProcessRewardModel(PackedModel):
         self.form, self.classes, self.chunk_mib = form, classes, chunk_mib
         setattr(self.hf_model.config, STEPS, vars(form))
 
-    def forward(self, exp: Experience, read: Read) -> tuple[Tensor, ...]:
-        """Return what ``read`` makes of the log-probs [N, K] of the classes at the N placeholders, float32.
+    def forward(self, exp: Experience, read: Read = _first) -> tuple[Tensor, ...]:
+        """Return what ``read`` makes of the log-probs [N, K] of the classes at the N placeholders, float32; by default
+        those of the first class.
 
         The placeholders are the tokens in the loss of ``exp`` (``exp.actions``). N may be 0; the graph still reaches
         every parameter.

@@ -1,11 +1,11 @@
 """Requests to a reward server and its answers, in the forms of OpenRLHF, LightRFT and verl. Texts only, never code."""
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrft.datasets.rendering import without_end
+from lightrft.datasets.rows import lone_surrogate
 from lightrft.rewards.base import RewardInput, Score
 
 Body = dict[str, Any]
@@ -63,8 +63,7 @@ class Reader:
         for i, text in enumerate(found):
             if not isinstance(text, str):
                 raise BadRequest(f"{name}[{i}]: expected a text, got {type(text).__name__}")
-            if re.search("[\ud800-\udfff]", text):
-                raise BadRequest(f"{name}[{i}]: holds half of a surrogate pair, which no tokenizer reads")
+            _check_whole(text, f"{name}[{i}]")
         return found
 
     def _input(self, index: int, query: str, prompt: str | None, chat: Any) -> RewardInput:
@@ -111,7 +110,13 @@ def _turns(chat: Any, index: int) -> list[dict[str, Any]]:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or not _is_text(turn.get("content")):
             raise BadRequest(f"messages[{index}]: expected turns {{\"role\": TEXT, \"content\": TEXT}}, got "
                              f"{str(turn):.100}; a reward model behind a server reads text only")
+    _check_whole(chat, f"messages[{index}]")
     return [{"role": turn["role"], "content": turn["content"]} for turn in chat or []]
+
+
+def _check_whole(value: Any, name: str) -> None:
+    if lone_surrogate(value):
+        raise BadRequest(f"{name}: holds half of a surrogate pair, which no tokenizer reads")
 
 
 def _is_text(content: Any) -> bool:

@@ -183,7 +183,8 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(self.server.cfg.request_timeout_s)
 
     def do_GET(self) -> None:
-        """Answer ``/health``."""
+        """Answer ``/health``; the body of such a request is not read, and would be taken for the next one."""
+        self.close_connection |= "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if self._route == "/health":
             self._send(200, self.server.health())
         else:
@@ -220,10 +221,11 @@ class Handler(BaseHTTPRequestHandler):
                              503) from error
 
     def _body(self) -> bytes:
-        stated, most = self.headers.get("Content-Length", ""), int(self.server.cfg.max_body_mib * 2**20)
-        if not stated.isdecimal() or len(stated) > 15:
+        lengths, most = self.headers.get_all("Content-Length", []), int(self.server.cfg.max_body_mib * 2**20)
+        stated = lengths[0] if len(lengths) == 1 and "Transfer-Encoding" not in self.headers else ""
+        if not (stated.isascii() and stated.isdecimal()) or len(stated) > 15:  # a proxy may see another end of the body
             self.close_connection = True
-            raise BadRequest("a request needs its Content-Length", 411)
+            raise BadRequest("a request needs one Content-Length, and no Transfer-Encoding", 411)
         if int(stated) <= most:
             return b"".join(self._read(int(stated)))
         for _ in self._read(min(int(stated), DISCARDED)):

@@ -62,8 +62,8 @@ class StepReward(ModelReward[ProcessRewardModel]):
 
     def judge(self, model: ProcessRewardModel, exp: Experience) -> list[Outcome]:
         """Implement :meth:`ModelReward.judge`; the number of steps goes to the metrics."""
-        (good, ) = model(exp, read=lambda logprobs, part: (logprobs[:, 0].exp(), ))
-        steps, judged = iter(good.tolist()), exp.host.loss_mask.split(exp.lens)
+        (good, ) = model(exp)
+        steps, judged = iter(good.exp().tolist()), exp.host.loss_mask.split(exp.lens)
         found = [[next(steps) for _ in range(int(mask.sum()))] for mask in judged]
         return [self._joined(each) for each in found]
 

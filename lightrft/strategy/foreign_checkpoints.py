@@ -1,14 +1,17 @@
 """Checkpoints that other programs wrote with DeepSpeed or ``torch.distributed.checkpoint``: names and full tensors."""
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
@@ -20,6 +23,21 @@ OTHERS = re.compile(
     r"^([^.]*optim[^.]*|[^.]*scheduler|scaler|rng[^.]*|[^.]*dataloader|train(er)?_state)(\.|$)|\.optim[^.]*\."
     r"|(^|\.)(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|step)$")
 LEGACY_BUFFERS = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")  # older versions of transformers stored them
+
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Context in which a damaged file of ``folder`` is a :class:`UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        cause = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{folder} cannot be read: {cause[-1]}. A file of it is missing or damaged: copy the folder "
+                        "again") from error
 
 
 @dataclass(frozen=True)
@@ -37,13 +55,24 @@ def open_checkpoint(folder: Path) -> ForeignCheckpoint | None:
     """Open a DeepSpeed or DCP folder; None if ``folder`` is neither.
 
     A DeepSpeed folder has ``latest``, or is one of the step folders in it.
+
+    Raises:
+        UserError: it cannot be read, or holds DCP folders.
     """
+    with reading(folder):
+        return _opened(folder)
+
+
+def _opened(folder: Path) -> ForeignCheckpoint | None:
     if (folder / ".metadata").is_file():
         return _open_dcp(folder)
     if (folder / "latest").is_file():
         return _open_deepspeed(folder, (folder / "latest").read_text(encoding="utf-8").strip())
     if any(folder.glob("*mp_rank_*model_states.pt")):
         return _open_deepspeed(folder.parent, folder.name)
+    parts = sorted(file.parent.name for file in folder.glob("*/.metadata"))
+    if parts not in ([], ["tensors"]):  # a checkpoint of lightrft
+        raise UserError(f"{folder} holds the DCP folders {', '.join(parts)}: give the one with the model")
     return None
 
 
@@ -56,7 +85,8 @@ def _open_dcp(folder: Path) -> ForeignCheckpoint:
 
     def read(names: list[str]) -> dict[str, Tensor]:
         state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
-        dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+        with reading(folder):
+            dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
         return state
 
     return ForeignCheckpoint("DCP", list(saved), read)

@@ -187,6 +187,14 @@ def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
     assert weights(tmp_path / "scored")["score.weight"].equal(scorer.score.weight)
     with pytest.raises(UserError, match="not empty"):
         convert(tmp_path / "dcp", tmp_path, str(base))
+    with pytest.raises(UserError, match="holds the DCP folders dcp, scorer: give the one with the model"):
+        convert(tmp_path, tmp_path / "out", str(base))
+    (data, ), states = (tmp_path / "dcp").glob("*.distcp"), tmp_path / "ds" / "mp_rank_00_model_states.pt"
+    states.parent.mkdir()
+    for file, content in ((data, data.read_bytes()[:1000]), (tmp_path / "dcp" / ".metadata", b"x"), (states, b"x")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"{file.parent.name} cannot be read: .* missing or damaged"):
+            convert(file.parent, tmp_path / "out", str(base))
     with pytest.raises(SystemExit) as done:
         main([str(tmp_path / "absent"), str(tmp_path / "out")])
     assert done.value.code == 2 and "no complete checkpoint is there" in capsys.readouterr().err
@@ -218,7 +226,7 @@ def test_an_adapter_is_merged(base, tmp_path, task):
         merge(str(base), tmp_path / "start", tmp_path / "other")
     wide = tiny.save_model(tmp_path / "wide", num_hidden_layers=1, hidden_size=64)
     if not is_rm:
-        with pytest.raises(UserError, match="does not fit"):
+        with pytest.raises(UserError, match="cannot be merged into"):
             merge(str(wide), tmp_path / "adapter", tmp_path / "other")
 
 

@@ -193,11 +193,11 @@ def test_the_causes_of_unscored_rewards():
 
 # metrics of a step of a trainer on fixed data, besides those that all have
 OFFLINE = {
-    "sft": "loss_tokens aux_loss",
-    "grm": "loss_tokens aux_loss",
+    "sft": "loss_tokens",
+    "grm": "loss_tokens",
     "rm": "pairs rewards/chosen rewards/rejected rewards/margin accuracy",
     "prm": "steps accuracy accuracy_solution accuracy_first_error base_rate",
-    "kd": "loss_tokens divergence nll aux_loss",
+    "kd": "loss_tokens divergence nll",
     "kto": "answers kl rewards/chosen rewards/rejected logps/chosen logps/rejected",
     "dpo": "pairs rewards/chosen rewards/rejected rewards/margin accuracy logps/chosen logps/rejected nll",
 }
@@ -213,7 +213,7 @@ def metric_keys():
     keys |= {f"{key}_{name}" for key in (FIRST_RATIO, FIRST_KL) for name in gap_metrics(torch.ones(2 + BINS))}
     keys |= {f"rollout/mismatch/{key}" for key in mismatch_metrics(torch.ones(len(SUMS) + 2 * BINS), torch.ones(2))}
     keys |= {key for name in ("policy", "critic", *OFFLINE) for key in step_metrics(name, [StepResult(0.0, 0.0)])}
-    keys |= {f"{name}/{key}" for name, own in OFFLINE.items() for key in ("tokens", *own.split())}
+    keys |= {f"{name}/{key}" for name, own in OFFLINE.items() for key in ("tokens", "aux_loss", *own.split())}
     keys |= {f"tripwire/{name}" for name in PATIENCE}
     cu, ones = torch.tensor([0, 2]), torch.ones(2)
     exp = Experience(token_ids=torch.zeros(2).long(), cu_seqlens=cu, loss_mask=ones.bool(), advantages=ones,

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightrft import GRPO, SFT
+from lightrft.cli.convert import main as convert
 from lightrft.cli.export import export, main
 from lightrft.strategy import checkpoint
 from lightrft.strategy.checkpoint import read_global
@@ -37,7 +38,7 @@ def test_the_model_of_a_checkpoint_is_that_of_the_run(home, tmp_path, options, n
     on_gpu = {"use_liger": True}
     monkeypatch.setattr(checkpoint, "read_global", lambda path: {"options": read_global(path)["options"] | on_gpu})
     main([str(run.folder), str(tmp_path / "last")])  # the newest checkpoint of the run
-    main([str(run.folder / "checkpoints" / "step_000001"), str(tmp_path / "first")])
+    convert([str(run.folder / "checkpoints" / "step_000001"), str(tmp_path / "first")])  # which knows these, too
     own, last, first = (load_file(path / "model.safetensors")
                         for path in (run.folder / "hf", tmp_path / "last", tmp_path / "first"))
     assert all(own[name].equal(last[name]) for name in own) and own.keys() == last.keys()

@@ -9,11 +9,11 @@ import pytest
 
 import lightrft
 from lightrft.config.cli import parse_config
-from lightrft.config.offline_schema import OfflineConfig, PairConfig
+from lightrft.config.offline_schema import OfflineConfig, OfflineTrainConfig, PairConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.rm_schema import PRMConfig, RMConfig
 from lightrft.config.schema import Config, LogConfig
-from lightrft.config.sft_schema import KDConfig, SFTConfig, SFTTrainConfig
+from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.config.tree import group_options, options
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate
@@ -200,7 +200,7 @@ def test_no_option_is_missing_from_the_table():
     sft, own = set(options(SFTConfig)), set(SFT_FLIPS) | set(SFT_SHOWN)
     assert own <= sft and sft - own <= known, f"not in any table: {sft - own - known}"
     assert set(options(DPOConfig)) - set(options(PairConfig)) <= set(DPO_FLIPS), "an option of pairs has no flip"
-    assert set(group_options(SFTTrainConfig)) <= own, "the core of offline trainers reads its train group by itself"
+    assert set(group_options(OfflineTrainConfig)) <= own, "the core of offline trainers reads its train group by itself"
     rm, own = set(options(RMConfig)), set(RM_FLIPS) | set(RM_SHOWN)
     assert own <= rm and rm - sft <= own, f"not in the table: {rm - sft - own}"
     assert set(options(KDConfig)) - set(options(SFTConfig)) == set(KD_FLIPS), "an option of distillation has no flip"

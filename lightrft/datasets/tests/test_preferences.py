@@ -4,7 +4,7 @@ import pytest
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.rm_schema import JudgeDataConfig
 from lightrft.datasets.judgements import to_judgement
-from lightrft.datasets.preferences import find_pairs, PairDataset, side_rows, to_pair
+from lightrft.datasets.preferences import find_pairs, PairDataset, PairError, side_rows, to_pair
 from lightrft.datasets.rows import DataError, hold_rows, load_rows
 from lightrft.tests.support import tiny
 
@@ -51,6 +51,20 @@ def test_chats_of_every_form(build, tokenizer, form):
     assert texts(pair.chosen, tokenizer)[1] == "3<|im_end|>" * bool(again) + "2<|im_end|>"
     assert texts(pair.rejected, tokenizer) == (CHAT + "3<|im_end|>", "3<|im_end|>")
     assert (pair.uid, pair.margin, pair.tie) == ("0:0", None, False)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "Orca"])
+def test_the_column_system_comes_before_the_prompt_of_every_form(build, tokenizer, form):
+    """Once; an empty one makes a chat of a text, too."""
+    row = FORMS.get(form, {"question": "1+1?", "chosen": "2", "rejected": "3"})
+    own, empty = build([row | {"system": "S"}, row | {"system": ""}])
+    start = tokenizer.apply_chat_template([{"role": "system", "content": "S"}], tokenize=False)
+    for side in ("chosen", "rejected"):
+        found, bare = (texts(getattr(pair, side), tokenizer) for pair in (own, empty))
+        assert found == (start + bare[0], bare[1]) and bare[0].startswith(CHAT)
+    if form in ("TRL, implicit prompt", "ms-swift, messages"):  # a chat with a turn of the system keeps its own
+        spoken = {name: [{"role": "system", "content": "T"}, *turns] for name, turns in row.items()}
+        assert build([spoken | {"system": "S"}])[0].chosen == build([spoken])[0].chosen
 
 
 @pytest.mark.parametrize("row, options", [
@@ -129,10 +143,18 @@ def test_rows_that_cannot_be_compared(build, name, capsys):
         build([row], pair_policy="skip")
 
 
+def test_a_text_beside_chats_may_be_a_turn_or_all_of_them():
+    turns = [{"role": "system", "content": "Be terse."}, ASK, GOOD, {"role": "user", "content": " and 2+2?"}]
+    for text in ("and 2+2?", f"Human: {ASK['content']} Assistant: {GOOD['content']} Human: and 2+2?"):
+        pair = to_pair({"prompt": text, "chosen": [*turns, GOOD], "rejected": [*turns, BAD]}, PairDataConfig(), "row 1")
+        assert pair.prompt == turns
+
+
 def test_a_prompt_of_a_single_turn_that_chats_lack():
-    row = {"prompt": ASK | {"content": "2+2?"}, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
-    with pytest.raises(DataError, match="row 1: the answers are whole chats without the turn of 'user'"):
-        to_pair(row, PairDataConfig(), "row 1")
+    for asked, lost in ((ASK | {"content": "2+2?"}, "turn of 'user'"), ("2+2?", "text")):
+        row = {"prompt": asked, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+        with pytest.raises(PairError, match=f"row 1: the answers are whole chats without the {lost} in the column"):
+            to_pair(row, PairDataConfig(), "row 1")
 
 
 @pytest.mark.parametrize("option", ["prompt_key", "chosen_key", "rejected_key"])

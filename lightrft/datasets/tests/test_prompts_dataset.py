@@ -246,6 +246,8 @@ def test_the_instruction_of_an_alpaca_row_is_part_of_the_prompt(build):
     assert prompt.messages == [{"role": "user", "content": "Add.\n1+1?"}] and prompt.reference == "2"
     assert {"instruction", "input"} <= prompt.columns.keys()
     assert build([row], input_key="input")[0].text == "1+1?"
+    system = build([{"prompt": text, "system": "S", "answer": "2"} for text in "ab"])
+    assert [[turn["content"] for turn in prompt.messages] for prompt in system] == [["S", "a"], ["S", "b"]]
     talk = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}], "solution": "2"}
     assert build([talk])[0].text == RENDERED
 

@@ -119,7 +119,7 @@ def test_template_that_rewrites_earlier_turns(build):
 
 def test_generation_block_around_nothing(build):
     empty = tiny.CHATML + "{% generation %}{% endgeneration %}"
-    with pytest.raises(DataError, match="no token of the demonstration is the assistant's.*generation"):
+    with pytest.raises(DataError, match="no token of the row is the assistant's.*generation"):
         build([{"messages": MESSAGES}], tokenizer=with_template(empty))
 
 
@@ -166,6 +166,12 @@ def test_null_in_place_of_a_question_names_its_row(build):
     for rows in (said(None, "b"), said("a", "b", None, "c")):
         with pytest.raises(DataError, match="row 2: a chat message of 'user' has null as its content"):
             build([{"messages": said("a", "b")}, {"messages": rows}])
+
+
+@pytest.mark.parametrize("content", [5, 2.5, True, {"type": "text", "text": "b"}, [5], ["b", {"text": 5}], [["b"]]])
+def test_a_content_that_is_no_text_names_its_row(build, content):
+    with pytest.raises(DataError, match="row 2: a chat message of 'assistant' has the content .*expected a text, or a"):
+        build([{"messages": said("a", "b")}, {"messages": said("a", content)}])
 
 
 NULL = {"type": "text", "text": None}
@@ -222,6 +228,8 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt"
     (SHAREGPT, [("system", "S"), ("user", "1+1?"), ("assistant", "2")]),
     ({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
      [("user", "a"), ("assistant", "b")]),
+    ({"system": "S", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+     [("system", "S"), ("user", "a"), ("assistant", "b")]),
 ])  # yapf: disable
 def test_alpaca_and_sharegpt_are_chats(build, tokenizer, row, turns):
     """Detected by their keys, rendered with the chat template; every assistant turn is learnt."""
@@ -229,6 +237,25 @@ def test_alpaca_and_sharegpt_are_chats(build, tokenizer, row, turns):
     chat = [{"role": role, "content": text} for role, text in turns]
     assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(chat, tokenize=False)
     assert learnt(example, tokenizer) == [f"{text}<|im_end|>" for role, text in turns if role == "assistant"]
+
+
+@pytest.mark.parametrize("system", [["S"], ["S", {}], []])
+def test_a_text_beside_a_system_column_is_a_turn(build, tokenizer, system):
+    """After the pairs of its history; only the answer is learnt."""
+    row = {"system": "".join(system[:1]), "prompt": "1+1?", "response": "2"}
+    before = [("user", "Hi"), ("assistant", "Hello")] * (len(system) > 1)
+    example = build([row | ({"history": [["Hi", "Hello"]]} if before else {})])[0]
+    turns = [*(("system", text) for text in system[:1]), *before, ("user", "1+1?"), ("assistant", "2")]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert learnt(example, tokenizer) == ["2<|im_end|>"]
+
+
+@pytest.mark.parametrize("history", [5, "a", ["ab"], [["a"]], [["a", "b", "c"]], {"a": "b"}])
+@pytest.mark.parametrize("row", [{"instruction": "a", "output": "b"}, {"prompt": "a", "response": "b", "system": "S"}])
+def test_a_history_of_another_form_is_refused(build, row, history):
+    with pytest.raises(DataError, match="row 1: the column 'history' is .*: expected a list of pairs"):
+        build([row | {"history": history}])
 
 
 @pytest.mark.parametrize("row",

@@ -10,6 +10,7 @@ from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.models import loader
 from lightrft.models.loader import check_context, load_actor, load_critic, load_reward_model
+from lightrft.models.reward_model import RewardHead
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
@@ -107,11 +108,16 @@ def _truncate(folder):
     (lambda folder: (folder / "config.json").write_text("{"), "cannot load a model"),
     (lambda folder: tiny.change_json(folder / "config.json", model_type="no_such_type"),
      "cannot load a model.*no_such_type"),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json, .* lightrft export writes one from a"),
+    (lambda folder: shutil.copytree(folder, folder / "hf") and
+     (folder / "config.json").unlink(), "has no config.json, .* Give .*/copy/hf, the model of this run"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot load the weights"),
     (_truncate, "cannot load the weights"),
     (lambda folder: tiny.change_json(folder / "config.json", num_hidden_layers=3, layer_types=None),
      "lacks 12 tensors.*layers.2"),
-    (lambda folder: tiny.change_json(folder / "config.json", intermediate_size=48), "cannot load the weights"),
+    (lambda folder: tiny.change_json(folder / "config.json", intermediate_size=48),
+     "cannot load the weights of .*: model.layers.0.mlp.down_proj.weight is stored as 32 x 64, and Qwen2.* 32 x 48 here"
+     ),
 ])
 def test_damaged_folders(broken, damage, message):
     damage(broken)
@@ -154,16 +160,37 @@ def test_a_new_critic_values_everything_at_zero_and_learns(family, tmp_path):
 def test_a_saved_critic_comes_back(path, tmp_path, prefix):
     critic, exp = load_critic(ModelConfig(pretrain=str(path), value_head_prefix=prefix)), naive_model.experience()
     torch.nn.init.normal_(critic.hf_model.score.weight)
-    state = {name: p.detach() for name, p in critic.export_params(iter(critic.named_parameters()))}
+    state = {name: p.detach().clone() for name, p in critic.export_params(iter(critic.named_parameters()))}
     assert f"{prefix}.weight" in state
     critic.hf_model.config.save_pretrained(tmp_path)
     from safetensors.torch import save_file
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    again = load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path), value_head_prefix=prefix))
-    assert torch.equal(again(exp), critic(exp)) and again(exp).abs().max() > 0
-    if prefix == "score":
-        hf = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-        assert torch.equal(hf.score.weight, critic.hf_model.score.weight)
+    for name in {prefix, "score", "v"}:  # it has the name score too
+        again = load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path), value_head_prefix=name))
+        assert torch.equal(again(exp), critic(exp)) and again(exp).abs().max() > 0
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(hf.score.weight, critic.hf_model.score.weight)
+    if prefix == "value_head":  # as critics of other programs have it
+        state.pop("score.weight")
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match="has no score.weight, but value_head.weight, .* --value_head_prefix value"):
+            load_critic(ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path)))
+
+
+@pytest.mark.parametrize("head,said", [({}, ""), ({"names": ["a", "b"]}, "the scores a,b and the pooling last"),
+                                       ({"pooling": "attn"}, "the scores preference and the pooling attn")])
+def test_a_critic_starts_from_a_reward_model_with_a_head_like_its_own(path, tmp_path, head, said):
+    config = AutoConfig.from_pretrained(path)
+    RewardHead(**head, mean=1.0, std=2.0).write(config)
+    hf = AutoModelForSequenceClassification.from_pretrained(path, config=config)
+    hf.save_pretrained(tmp_path)
+    cfg = ModelConfig(pretrain=str(path), critic_pretrain=str(tmp_path))
+    if said:
+        with pytest.raises(UserError, match=f"--critic_pretrain .*{said}; a critic has one score per token"):
+            load_critic(cfg)
+    else:
+        critic = load_critic(cfg)
+        assert critic.hf_model.score.weight.equal(hf.score.weight) and not hasattr(critic.config, "reward_model")
 
 
 def test_the_critic_ignores_what_is_for_the_actor(path):

@@ -151,6 +151,8 @@ BAD = [
     ({"query": ["4"], "messages": [[TURN]]}, "/get_reward", 400, "must begin with its entry of prompts"),
     ({"query": ["4"], "prompts": [""], "messages": [[TURN]]}, "/get_reward", 400, "reads text only"),
     ({"query": ["4"], "prompts": [""], "messages": [7]}, "/get_reward", 400, "expected a list of turns"),
+    ({"query": ["4"], "prompts": [""], "messages": [[{"role": "user", "content": "\ud800"}]]}, "/get_reward", 400,
+     "messages[0]: holds half of a surrogate pair"),
     ({"queries": ["4"], "images": [["aGk="]]}, "/get_reward", 400, "images: a reward model behind a server reads text"),
     ({"input": [[5, 6]]}, "/classify", 400, "input[0]: expected a text, got list"),
     ({"query": ["4"]}, "/reward", 404, "/reward: there are GET /health and POST /get_reward"),
@@ -238,11 +240,17 @@ def test_what_takes_too_long_is_refused(served):
     go.set()
     large = post(server.url, {"query": ["x" * 3_000_000]})
     assert large.status_code == 413 and "more than 1048576 (--max_body_mib)" in large.json()["error"]
-    for sent, said in ((b"Content-Length: 9\r\n\r\n{", b" 408 "), (b"\r\n", b" 411 "),
+    twice, length = b"Content-Length: 2\r\n", b'Content-Length: 16\r\n\r\n{"query": ["x"]}'
+    for sent, said in ((b"Content-Length: 9\r\n\r\n{", b" 408 "), (b"\r\n", b" 411 "), (length, b" 200 "),
+                       (twice + length, b" 411 "), (b"Transfer-Encoding: chunked\r\n" + length, b" 411 "),
                        (b"Content-Length: -1\r\n\r\n", b" 411 ")):  # yapf: disable
         with socket.create_connection(("127.0.0.1", server.server_port)) as bare:
             bare.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\n" + sent)
             assert said in bare.makefile("rb").readline()
+    with socket.create_connection(("127.0.0.1", server.server_port)) as bare:
+        body = b"GET /health HTTP/1.1\r\n\r\n"
+        bare.sendall(b"GET /health HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert bare.makefile("rb").read().count(b"HTTP/1.1 200") == 1, "a body is no request"
     with socket.create_connection(("127.0.0.1", server.server_port)) as left:
         left.sendall(b"POST /get_reward HTTP/1.1\r\nContent-Length: 99\r\n\r\n")
     assert post(server.url, {"query": ["x"]}).json()["rewards"] == [1.0], "and it goes on"

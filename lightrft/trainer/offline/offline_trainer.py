@@ -22,6 +22,7 @@ from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.hub_files import fetch_once
+from lightrft.trainer.load_balance import LoadBalance
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.model_media import connect_media, feature_cache, open_media
 from lightrft.trainer.optimizer_step import none_applied, OptimizerStep, schedule_of, step_metrics
@@ -71,6 +72,8 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         spec = OptimSpec(train.learning_rate, (beta1, beta2), train.l2, schedule_of(train, total), train.eight_bit)
         self.actor = strategy.prepare(model, spec, config.strategy.fsdp_shard_size)
         connect_media(self.actor.model, media, strategy, feature_cache(config.data))
+        coef = train.aux_loss_coef
+        self.balance = LoadBalance(coef, strategy, self.actor) if coef else None
         self.optimizer_step = OptimizerStep(train, strategy, timer)
         super().__init__(config.checkpoint, strategy, {"actor": self.actor}, RunLog(config, strategy), tokenizer, timer,
                          total, train.eval_steps)
@@ -127,8 +130,11 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         name, sums = self.config.METRICS[0], MetricSums()
         with self.timer("update_other"):
             batch, parts = self._planned(next(self.loader))
-            result = self.optimizer_step.run(self.actor, partial(take, batch.exp), parts, batch.total,
-                                             lambda exp: self._counted(exp, batch.total, sums))
+            micro_batch = partial(take, batch.exp)
+            if self.balance:
+                self.balance.measure(micro_batch, parts)
+            result = self.optimizer_step.run(self.actor, micro_batch, parts, batch.total,
+                                             lambda exp: self._balanced(exp, batch.total, sums))
             counts = {f"{name}/tokens": batch.exp.num_tokens, f"{name}/{batch.unit}": batch.total}
             return step_metrics(name, [result]) | counts | self._means(name, sums)
 
@@ -175,6 +181,11 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         plan = plan_mini_batch(list(range(exp.num_seqs)), exp.seq_lens.tolist(), self.strategy.world_size, limits,
                                bound, attention=cast(PackedModel, self.actor.model).attention)
         return plan[self.strategy.rank]
+
+    def _balanced(self, exp: Experience, total: float, sums: MetricSums) -> Tensor:
+        """Return the loss of a micro-batch in training, with ``aux_loss_coef`` that of the load of the experts too."""
+        loss = self._counted(exp, total, sums)
+        return loss if self.balance is None else loss + self.balance.share(sums, "aux_loss")
 
     def _counted(self, exp: Experience, total: float, sums: MetricSums) -> Tensor:
         """Return the loss of a micro-batch, and add its metrics to ``sums``."""

@@ -38,10 +38,11 @@ class RMTrainer(PairTrainer):
     @classmethod
     def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str,
              media: MediaStore | None) -> Sequence[Pair]:
-        """Extend :meth:`PairTrainer.read`: refuse heads that would learn nothing (:func:`check_heads`)."""
+        """Extend :meth:`PairTrainer.read` by :func:`check_heads` and :func:`check_margins`."""
         check_names(config.model.heads_types)
         rows = super().read(config, tokenizer, split, media)
         check_heads(rows, config.model.heads_types, split)
+        check_margins(rows, split)
         return rows
 
     @classmethod
@@ -148,3 +149,12 @@ def check_heads(rows: Sequence[Pair], names: Sequence[str], split: str) -> None:
                 f"--heads_types {show(list(names))}: no row of the training data labels {name!r} (labelled: "
                 f"{', '.join(map(repr, labelled)) or 'nothing'}). Give rows a column 'heads' with "
                 f"{{{name!r}: 'chosen', 'rejected' or 'tie'}}, or drop the score")
+
+
+def check_margins(rows: Sequence[Pair], split: str) -> None:
+    """Refuse a negative margin of a row of the ``split`` "train" or "eval": its answers are in the wrong order."""
+    wrong = next((pair for pair in rows if (pair.margin or 0) < 0), None)
+    if wrong is not None:
+        raise UserError(
+            f"{place_of(wrong.uid, split)}: the margin {wrong.margin:g} is negative, so the rejected answer "
+            "is the better one. Exchange both answers, or remove the margin")

@@ -9,7 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from lightrft.config.cli import parse_config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.tests.support import runs, tiny
+from lightrft.tests.support import preference_runs, runs, tiny
 from lightrft.tests.support.invariants import build, gradients, largest_gap, make_rollout
 from lightrft.trainer.offline.sft_trainer import SFTTrainer
 from lightrft.utils.errors import UserError
@@ -91,6 +91,30 @@ def test_rl_has_the_same_loss_in_every_cut_and_with_shared_prompts(home, tmp_pat
     one = [logits(input_ids=exp.select([i]).token_ids[None], output_router_logits=True).router_logits for i in range(8)]
     whole = load_balancing_loss_func(tuple(torch.cat(layer) for layer in zip(*one)), 4, 2)
     assert metrics["policy/aux_loss"] == pytest.approx(whole.item(), rel=1e-5)
+
+
+OTHERS = {"dpo": ("pairs", {}), "kto": ("judged", {}), "rm": ("pairs", {}), "kd": ("judged", {"kd_top_k": 3}),
+          "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]})}  # yapf: disable
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_every_other_trainer_has_the_same_loss_in_every_cut(command, home, tmp_path):
+    """Equal to that of transformers for the sequences one by one; those of a reference or of the KL do not count."""
+    preference_runs.write_rows(home)
+    data, options = OTHERS[command]
+    options = options | ({"teacher_model": str(home / "dense")} if command == "kd" else {})
+    model, found = AutoModelForCausalLM.from_pretrained(home / "model"), []
+    for rows in (0, 1):
+        trainer = preference_runs.Rig(command, data).trainer_of(home, tmp_path, aux_loss_coef=COEF, eval_steps=0,
+                                                                micro_train_batch_size=rows, **options)
+        exp = trainer.pack(trainer.loader.ahead()).exp
+        found.append(stepped(trainer))
+    (metrics, grads), (again, others) = found
+    one = [model(input_ids=exp.select([i]).token_ids[None], output_router_logits=True).router_logits
+           for i in range(exp.num_seqs)]  # yapf: disable
+    whole = load_balancing_loss_func(tuple(torch.cat(layer) for layer in zip(*one)), 4, 2).item()
+    assert metrics[f"{command}/aux_loss"] == pytest.approx(whole, rel=1e-5)
+    assert again[f"{command}/aux_loss"] == pytest.approx(whole, rel=1e-5) and largest_gap(grads, others) < 1e-4
 
 
 def test_a_dense_model_is_refused(home, tmp_path):

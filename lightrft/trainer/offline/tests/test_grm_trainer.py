@@ -59,6 +59,9 @@ def test_both_orders_say_the_same():
 def test_all_turns_of_a_prompt_are_in_the_request(key):
     turns = [{"role": "user", "content": "Add 2 and 3."}, {"role": "user", "content": "Then double it."}]
     assert "Add 2 and 3.\nThen double it." in judgement({key: turns}, prompt_key=key).request
+    whole = {"chosen": [*turns, {"role": "assistant", "content": "10"}]}
+    assert judgement({key: turns, **whole}, prompt_key=key) == judgement({key: turns, "chosen": "10"}, prompt_key=key)
+    assert "S\n2+2?" in judgement({"system": "S"}).request
 
 
 def test_media_follow_their_candidates():
@@ -81,6 +84,8 @@ def test_media_follow_their_candidates():
         name: [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         for name, asked, said in (("chosen", "2+2?", "4"), ("rejected", "2+3?", "6"))
     }, "row 1: the candidates end different"),
+    ({"chosen": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}], "rejected": "6"
+      }, "row 1: the candidates end chats without the text in the column 'prompt'"),
     ({"judgement": 5}, "row 1: the column 'judgement' is 5: expected a text"),
     ({"chosen": [{"role": "user", "content": "2+2?"}]}, "row 1: chosen ends with a turn of 'user'"),
     ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "has media inside its messages"),
@@ -206,7 +211,7 @@ def test_rows_of_a_split_are_rendered_with_their_options(home):
                 JudgementDataset(data(**{name: "typo"}), tokenizer)
     learnt = [token for token, keep in zip(plain.token_ids, plain.loss_mask) if keep]
     assert tokenizer.decode(learnt) == f"<answer>{ANSWERS[plain.right]}</answer><|im_end|>"
-    assert set(options(GRMConfig)) - set(options(OfflineConfig)) == {*flips, "generate_max_len", "aux_loss_coef"}
+    assert set(options(GRMConfig)) - set(options(OfflineConfig)) == {*flips, "generate_max_len"}
     held = [
         JudgementDataset(JudgeDataConfig(train_data=[hold_rows(ROWS)]), tokenizer, seed=seed)[:20] for seed in (0, 1)
     ]

@@ -284,9 +284,10 @@ def test_held_out_pairs_need_no_label_of_every_head_and_what_none_has_is_no_metr
     got = trainer.evaluate()
     assert got["eval/loss"] > 0 and not [name for name in got if "accuracy" in name]
     assert trainer_of(config_of(base, tmp_path, train_data=[hold_rows(ties)])).train_step().get("rm/accuracy") is None
-    with pytest.raises(UserError, match="row 1 of evaluation data 1: the column 'heads' has 'shrt'"):
-        wrong = [{**ROWS[0], "heads": {"shrt": "chosen"}}]
-        trainer_of(config_of(base, tmp_path, heads_types=names, eval_data=[hold_rows(wrong)]))
+    for wrong, said in (({"heads": {"shrt": "chosen"}}, "the column 'heads' has 'shrt'"), ({"margin":
+                                                                                            -1}, "the margin -1 is")):
+        with pytest.raises(UserError, match=f"row 1 of evaluation data 1: {said}"):
+            trainer_of(config_of(base, tmp_path, heads_types=names, eval_data=[hold_rows([ROWS[0] | wrong])]))
 
 
 @pytest.mark.parametrize("flag,given,typed", [("heads_types", ["short", "preference"], "short,preference"),
@@ -352,8 +353,9 @@ def test_lora_trains_its_head_and_exports_merged_weights_and_an_adapter_with_the
         merge(str(base), tmp_path / "hf" / "adapter", tmp_path / "other")
     if head:  # a classifier of Hugging Face would read the last token
         assert "import load_scorer\n" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-            AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+        for labels in ({}, {"num_labels": 1}, {"num_labels": 2}, {"num_labels": 3}):
+            with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+                AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **labels)
     else:
         answer = trainer.eval_rows[0].chosen
         classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
@@ -380,8 +382,7 @@ def test_the_head_computes_in_float32_where_the_model_computes_in_bfloat16(base,
 def test_models_that_cannot_score_are_refused(base, tmp_path):
     with pytest.raises(UserError, match="has no head .*Qwen2ForCausalLM.* train one with lightrft rm"):
         load_scorer(str(base))
-    three = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
-    three.save_pretrained(tmp_path)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has 3 scores; give a sequence classifier with one"):
         load_scorer(str(tmp_path))
     with pytest.raises(DataError, match="--chosen_key 'better': no row of"):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.schema import CheckpointConfig, PolicyModelConfig, SinkConfig
-from lightrft.config.sft_schema import SFTConfig, SFTDataConfig, SFTTrainConfig
+from lightrft.config.offline_schema import OfflineTrainConfig
+from lightrft.config.sft_schema import SFTConfig, SFTDataConfig
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
@@ -41,7 +42,7 @@ def config_of(base, out, model=(), checkpoint=(), **train):
     options = {"train_batch_size": 8, "max_steps": 10, "learning_rate": 3e-3, "lr_warmup_ratio": 0.0}
     return SFTConfig(model=PolicyModelConfig(pretrain=str(base), **dict(model)),
                      data=SFTDataConfig(train_data=[str(base / "train.jsonl")], max_len=200),
-                     train=SFTTrainConfig(**(options | train)),
+                     train=OfflineTrainConfig(**(options | train)),
                      checkpoint=CheckpointConfig(save_path=str(out), async_save=False, **dict(checkpoint)),
                      log=SinkConfig(logging_steps=1000))  # yapf: disable
 
