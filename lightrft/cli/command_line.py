@@ -20,5 +20,5 @@ def parse_command(argv: Sequence[str] | None, prog: str | None, description: str
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
         from lightrft.preflight.written import refuse_as_written  # --help does not wait for it
         with exit_on_config_error(prog):
-            refuse_as_written(parsed)
+            refuse_as_written(parsed.config, parsed.provenance)
     return parsed

@@ -1,7 +1,6 @@
 """Rules of the options as they are written, which ask neither the machine nor torch."""
 from collections.abc import Iterator
 
-from lightrft.config.cli import ParsedConfig
 from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
 from lightrft.config.reward_schema import RewardConfig
@@ -13,11 +12,11 @@ from lightrft.rewards.judge import REWARDS  # with its own entry
 from lightrft.rewards.spec import parse_entry, parse_models
 
 
-def refuse_as_written(parsed: ParsedConfig) -> None:
+def refuse_as_written(c: Tree, provenance: dict[str, str]) -> None:
     """Raise an error with what :func:`written_problems` finds, or for an unknown reward."""
-    if found := [*written_problems(parsed.config)]:
-        raise ConfigError(with_sources(found, parsed.provenance))
-    _refuse_unknown_rewards(parsed.config)
+    if found := [*written_problems(c)]:
+        raise ConfigError(with_sources(found, provenance))
+    _refuse_unknown_rewards(c)
 
 
 def written_problems(c: Tree) -> Iterator[str]:

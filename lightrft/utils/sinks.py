@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from lightrft.utils.errors import first_line, UserError
+from lightrft.utils.errors import CaptureException, first_line, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import evaluation_table, StepTable
 from lightrft.utils.trackers import (AccelerateSink, require, Sink, TensorboardSink, TrackioSink, WANDB_ID, WandbSink)
@@ -226,14 +226,15 @@ class MetricSinks:
             UserError: a tracker cannot start.
         """
         for option, opener in self._openers:
-            try:
+            with CaptureException() as captured:
                 self._sinks.append(opener(step))
-            except Exception as error:
-                if not option:
-                    raise
-                remedy = "; WANDB_MODE=offline needs no account" if option == "use_wandb" else ""
-                raise UserError(f"--{option}: the tracker cannot start: {first_line(error)} (its address and its key "
-                                f"are environment variables{remedy})") from error
+            if captured.cause is None:
+                continue
+            if not option or not isinstance(captured.cause, Exception):
+                raise captured.cause
+            remedy = "; WANDB_MODE=offline needs no account" if option == "use_wandb" else ""
+            raise UserError(f"--{option}: the tracker cannot start: {first_line(captured.cause)} (its address and its "
+                            f"key are environment variables{remedy})") from captured.cause
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write ``metrics`` of ``step`` to every sink; the first call opens them, if nothing has."""
