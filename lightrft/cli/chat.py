@@ -6,14 +6,15 @@ from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lightrft.config.cli import exit_on_config_error, parse_config, ParsedConfig
+from lightrft.cli.command_line import parse_command
+from lightrft.config.cli import exit_on_config_error, ParsedConfig
 from lightrft.config.inference_schema import ChatConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
-    parsed = parse_config(argv, prog="lightrft chat", tree=ChatConfig,
-                          description="Talk to a model: a line is a message; /help shows the commands.")
+    parsed = parse_command(argv, "lightrft chat", "Talk to a model: a line is a message; /help shows the commands.",
+                           ChatConfig)
     with exported(parsed):
         chat(parsed)
 

@@ -1,15 +1,17 @@
 """Evaluation of models: ``lightrft evaluate --pretrain MODEL ... --eval_data DATA --n_samples 8 --temperature 1``."""
 from collections.abc import Sequence
 
-from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.cli.command_line import parse_command
+from lightrft.config.cli import ParsedConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
     evaluate(
-        parse_config(argv, prog="lightrft evaluate", tree=EvaluateConfig,
-                     description="Measure pass@k, avg@k and maj@k of models on the same prompts, and compare them."))
+        parse_command(argv, "lightrft evaluate",
+                      "Measure pass@k, avg@k and maj@k of models on the same prompts, and compare them.",
+                      EvaluateConfig))
 
 
 def evaluate(parsed: ParsedConfig, exits: bool = True) -> None:

@@ -31,6 +31,9 @@ def write_model(prog: str, work: Callable[[Path, Path, str], None], checkpoint: 
     parser.add_argument("--pretrain", default="", metavar="MODEL", help=pretrain)
     words = parser.parse_args(argv)
     with exit_on_config_error(prog):
+        check_empty(words.out)
+        if not words.checkpoint.exists():
+            raise UserError(f"{words.checkpoint}: no such folder; give one such as runs/a/checkpoints/step_000050")
         work(words.checkpoint, words.out, words.pretrain)
     print(f"model written: {words.out}")
 

@@ -1,15 +1,16 @@
 """Batch inference: ``lightrft generate --pretrain MODEL --prompt_data DATA --output_path OUT.jsonl``."""
 from collections.abc import Sequence
 
-from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.cli.command_line import parse_command
+from lightrft.config.cli import ParsedConfig
 from lightrft.config.generate_schema import GenerateConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
     generate(
-        parse_config(argv, prog="lightrft generate", tree=GenerateConfig,
-                     description="Answer many prompts, score the responses and make training rows of them."))
+        parse_command(argv, "lightrft generate",
+                      "Answer many prompts, score the responses and make training rows of them.", GenerateConfig))
 
 
 def generate(parsed: ParsedConfig, exits: bool = True) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.cli.command_line import parse_command
+from lightrft.config.cli import ParsedConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
@@ -38,7 +39,7 @@ class OfflineCommand:
 
     def main(self, argv: Sequence[str] | None = None) -> None:
         """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
-        self.train(parse_config(argv, f"lightrft {self.name}", description=self.description, tree=self.tree))
+        self.train(parse_command(argv, f"lightrft {self.name}", self.description, self.tree))
 
     def train(self, parsed: ParsedConfig, exits: bool = True) -> None:
         """Train with parsed options; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""

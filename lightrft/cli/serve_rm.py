@@ -1,15 +1,14 @@
 """Server of reward models: ``lightrft serve_rm --reward_pretrain RM --port 5000``; see docs/serve_rm.md."""
 from collections.abc import Sequence
 
-from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.cli.command_line import parse_command
+from lightrft.config.cli import ParsedConfig
 from lightrft.config.serve_schema import ServeConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: every option of the tree, ``--config`` and ``--dry_run``."""
-    serve(
-        parse_config(argv, prog="lightrft serve_rm", tree=ServeConfig,
-                     description="Score texts with reward models, over HTTP."))
+    serve(parse_command(argv, "lightrft serve_rm", "Score texts with reward models, over HTTP.", ServeConfig))
 
 
 def serve(parsed: ParsedConfig) -> None:

@@ -5,7 +5,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightrft.config.cli import parse_config, ParsedConfig
+from lightrft.cli.command_line import parse_command
+from lightrft.config.cli import ParsedConfig
 
 
 def main(argv: Sequence[str] | None = None, defaults: dict[str, Any] | None = None,
@@ -17,7 +18,7 @@ def main(argv: Sequence[str] | None = None, defaults: dict[str, Any] | None = No
         defaults: option values of a script, by name; flags and YAML keys win over them.
         prog: name of the script in messages.
     """
-    train(parse_config(argv, prog, defaults, "Reinforcement fine-tuning of a language model."))
+    train(parse_command(argv, prog, "Reinforcement fine-tuning of a language model.", defaults=defaults))
 
 
 def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Callable[..., Any]] | None = None) -> None:

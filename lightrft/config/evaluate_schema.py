@@ -1,4 +1,5 @@
 """Options of the evaluation of checkpoints."""
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lightrft.config.tree import group
 class ComparedModelsConfig:
     """The models to evaluate."""
     pretrain: list[str] = option([], "HF folders or hub ids of the models to evaluate on the same prompts; the others "
-                                 "are compared with the first", common=True)
+                                 "are compared with the first", common=True, path="model")
     bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
 
 
@@ -66,6 +67,12 @@ class EvaluateConfig(InferenceTree):
     def seed(self) -> int:
         """Seed of everything random."""
         return self.evaluation.seed
+
+    def missing(self) -> Iterator[str]:
+        """Yield one sentence per option that is not set and without which nothing runs."""
+        yield from super().missing()
+        if not self.held_out:
+            yield "--eval_data is missing: give a file, folder or hub id, or --eval_suite, e.g. math500"
 
     def as_config(self, pretrain: str | None = None) -> Config:
         """Convert to the tree of the RL trainer, for the model ``pretrain`` (default: the first)."""

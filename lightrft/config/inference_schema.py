@@ -1,6 +1,7 @@
 """Options of the commands that generate without training: the groups and the base that they share, and a chat."""
 import re
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ RECIPE = "recipe"  # a --score that is no reward: each row has its own
 @dataclass
 class InferenceModelConfig:
     """The model that generates."""
-    pretrain: str | None = option(None, "HF folder or hub id of the model that generates", common=True)
+    pretrain: str | None = option(None, "HF folder or hub id of the model that generates", common=True, path="model")
     bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
 
 
@@ -95,6 +96,17 @@ class InferenceTree(Tree):
         """Folder of what an unfinished run has generated; None: it writes nothing."""
 
     @property
+    def generates(self) -> bool:
+        """True if the responses are generated, and not those of the rows."""
+        return True
+
+    def missing(self) -> Iterator[str]:
+        """Yield one sentence per option that is not set and without which nothing runs."""
+        yield from super().missing()
+        if self.generates and not self.model.pretrain:
+            yield "--pretrain is missing: give an HF folder or hub id of the model"
+
+    @property
     @abstractmethod
     def seed(self) -> int:
         """Seed of everything random."""
@@ -127,7 +139,7 @@ class ConversationConfig:
     """The conversation."""
     system_prompt: str | None = option(None, "system message of the conversation", common=True)
     chat_template: str | None = option(
-        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
+        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own", path="template")
     max_pixels: int = option(0, "shrink larger pictures to this many pixels; 0: no limit", within=NON_NEGATIVE)
     seed: int = option(1234, "seed of the answers", within="[0, 4294967295]")
 

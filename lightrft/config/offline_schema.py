@@ -16,9 +16,10 @@ class OfflineDataConfig(RenderingConfig):
     COLUMNS: ClassVar[tuple[str, ...]] = ()  # options that name columns as those of the RL trainer do
     train_data: list[str] = option([],
                                    "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
-                                   common=True, card="training data")
+                                   common=True, card="training data", path="rows",
+                                   required="give a file, folder or hub id of the data")
     eval_data: list[str] = option([], "held-out rows; same forms as --train_data", free=True, common=True,
-                                  card="held-out data")
+                                  card="held-out data", path="rows")
     train_split: str = option("train", "split of --train_data to use")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     max_len: int = option(

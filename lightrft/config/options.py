@@ -7,7 +7,7 @@ from typing import Any
 
 from lightrft.utils.errors import did_you_mean, UserError
 
-TEXTS = ("help", "within", "why", "needs", "hint", "card")  # fields of an option that are text
+TEXTS = ("help", "within", "why", "needs", "hint", "card", "path", "required")  # fields of an option that are text
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 # intervals of numeric options, for ``within``
 ANY, COUNT, POSITIVE, NON_NEGATIVE, SHARE, PROBABILITY = ("(-inf, inf)", "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]",
@@ -25,7 +25,7 @@ class ConfigError(UserError):
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, within: str = "", why: str = "",
            needs: str = "", read_by: tuple[str, ...] = (), free: bool = False, preset: bool = False,
-           common: bool = False, hint: str = "", card: str = "", model: bool = False) -> Any:
+           common: bool = False, hint: str = "", card: str = "", path: str = "", required: str = "") -> Any:
     """Declare an option of a group: everything that is known about it.
 
     Args:
@@ -44,11 +44,13 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
         hint: expected values, for an option that other trainers give another kind of value. It takes the place of the
             value in messages, because that may be a secret.
         card: its name in the card of a trained model; empty: the card does not show it.
-        model: it names the folder or hub id of a model that a run loads.
+        path: kind of the paths that it names: "model" (folders or hub ids), "models" (with names), "rows" or "suites"
+            (of data), "template".
+        required: what to give, of an option without which nothing runs.
     """
     metadata = {"help": text, "choices": choices, "within": within, "why": why, "needs": needs, "read_by": read_by,
-                "free": free, "preset": preset, "common": common, "hint": hint, "card": card,
-                "model": model}  # yapf: disable
+                "free": free, "preset": preset, "common": common, "hint": hint, "card": card, "path": path,
+                "required": required}  # yapf: disable
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -79,7 +81,8 @@ class Option:
     common: bool = False
     hint: str = ""
     card: str = ""
-    model: bool = False
+    path: str = ""
+    required: str = ""
 
     @property
     def flag(self) -> str:

@@ -16,7 +16,7 @@ class ReferenceModelConfig(PolicyModelConfig):
     """The trained model and its reference: weights, precision and adapters."""
     ref_pretrain: str | None = option(
         None, "HF folder or hub id of the reference model (default: a copy of --pretrain; with "
-        "LoRA the policy without its adapters, without a copy)", model=True)
+        "LoRA the policy without its adapters, without a copy)", path="model")
     ref_offload: bool = option(False, "keep the reference in host memory except while it computes", free=True)
     ref_cache_dir: str | None = option(
         None, "cache folder for log-probs of the reference: computed once before the first step, then the reference is "

@@ -63,7 +63,7 @@ class RenderingConfig(MediaConfig):
         False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
         common=True)
     chat_template: str | None = option(
-        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own")
+        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own", path="template")
     system_prompt: str | None = option(None, "system message of every prompt; replaces the one of the row")
     input_template: str | None = option(None, "text with one {} that wraps every text prompt")
 
@@ -86,7 +86,8 @@ class PromptConfig(RenderingConfig):
 class PromptDataConfig(PromptConfig):
     """Sources of the prompts, and the conversion of a row to a prompt."""
     prompt_data: list[str] = option([], "prompts: file, folder or hub id, 'path@data_dir'; several are mixed",
-                                    common=True, card="training data")
+                                    common=True, card="training data", path="rows",
+                                    required="give a file, folder or hub id of the data")
     prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
                                             within=PROBABILITY, needs="prompt_data A,B")
     prompt_split: str = option("train", "split of --prompt_data to use")
@@ -97,10 +98,10 @@ class PromptDataConfig(PromptConfig):
 class HeldOutConfig(PromptConfig):
     """Sources of held-out prompts, and the conversion of a row to a prompt."""
     eval_data: list[str] = option([], "held-out prompts; same forms as --prompt_data", free=True, common=True,
-                                  card="held-out data")
+                                  card="held-out data", path="rows")
     eval_split: str = option("test", "split of --eval_data to use", free=True)
     eval_suite: list[str] = option(
         [], "public evaluation sets, used in full: math500, aime24, aime25, gpqa, gsm8k, from the hub, or name=path "
-        "from a file or folder", free=True)
+        "from a file or folder", free=True, path="suites")
     max_eval_samples: int = option(500, "use at most this many prompts of --eval_data; 0: all", within=NON_NEGATIVE,
                                    free=True)

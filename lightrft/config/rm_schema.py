@@ -117,7 +117,8 @@ class StepDataConfig(OfflineDataConfig):
         "prompt, completions and labels")
     label_key: str = option("label", "column that holds the list of labels of the steps")
     placeholder_token: str | None = option(
-        None, "token after every step, at which the model judges the step, e.g. <|reserved_0|>", common=True)
+        None, "token after every step, at which the model judges the step, e.g. <|reserved_0|>", common=True,
+        required="name the token that follows every step of the solutions, e.g. a reserved one of the tokenizer")
     reward_tokens: list[str] = option(
         [], "tokens of the judgements, the one for a good step first, e.g. + -; with exactly two, labels may be "
         "numbers in [0, 1] or true and false; empty: the whole vocabulary", common=True)

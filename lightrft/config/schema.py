@@ -21,17 +21,17 @@ from lightrft.config.tree import group
 class ModelConfig(PolicyModelConfig):
     """The policy, the reference, the teacher and the critic: weights, precision and adapters."""
     ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)",
-                                      needs="init_kl_coef 0.01", model=True)
+                                      needs="init_kl_coef 0.01", path="model")
     initial_model_shard_size: int = option(0, "ranks that share one copy of the reference model; 0: all ranks",
                                            within=NON_NEGATIVE, needs="init_kl_coef 0.01", free=True)
     teacher_model: str | None = option(
         None, "HF folder or hub id of a teacher with the policy's vocabulary, for on-policy distillation "
-        "(--kd_coef)", model=True)
+        "(--kd_coef)", path="model")
     teacher_offload: bool = option(False, "keep the teacher in host memory except while it computes",
                                    needs="teacher_model PATH", free=True)
     critic_pretrain: str | None = option(
         None, "HF folder or hub id the critic starts from (default: --pretrain; only used by gae)",
-        read_by=("critic", ), model=True)
+        read_by=("critic", ), path="model")
     value_head_prefix: str = option("score", "name of the critic's value head in its checkpoint")
     save_value_network: bool = option(False, "also export the critic in HF format at the end", read_by=("critic", ),
                                       free=True)
@@ -270,7 +270,7 @@ class PtxConfig:
     """Language-modelling loss on rows of other data, alongside the loss of the policy."""
     pretrain_data: list[str] = option(
         [], "texts or demonstrations whose language-modelling loss is added to the policy loss (PPO-ptx): file, folder "
-        "or hub id, 'path@data_dir'; several are mixed", needs="ptx_coef 0.05")
+        "or hub id, 'path@data_dir'; several are mixed", needs="ptx_coef 0.05", path="rows")
     pretrain_data_probs: list[float] = option([],
                                               "mixing probability of each --pretrain_data entry (default: concatenate)",
                                               within=PROBABILITY, needs="pretrain_data A,B")

@@ -12,7 +12,8 @@ class ServedModelConfig:
     """The reward models."""
     reward_pretrain: list[str] = option(
         [], "reward models, PATH or NAME=PATH: trained by lightrft rm, or sequence classifiers with one score. The "
-        "rewards of several (rm1, rm2 ... without NAME) are added", common=True)
+        "rewards of several (rm1, rm2 ... without NAME) are added", common=True, path="models",
+        required="give an HF folder or hub id of a reward model")
     reward: list[str] = option([], "weights of the models in the sum, NAME=WEIGHT; the default is 1")
     normalize_reward: bool = option(
         False, "normalize the scores of a model by mean and std of its rewards in its last "

@@ -36,7 +36,7 @@ class SFTConfig(OfflineConfig):
 class TeacherConfig:
     """The teacher, and how the student follows it."""
     teacher_model: str | None = option(None, "HF folder or hub id of the teacher, with the student's vocabulary",
-                                       common=True, model=True)
+                                       common=True, path="model", required="give an HF folder or hub id of the teacher")
     teacher_offload: bool = option(False, "keep the teacher in host memory except while it computes", free=True)
     kd_coef: float = option(
         0.4, "weight of the divergence from the teacher in the loss; 1 - kd_coef is the weight "

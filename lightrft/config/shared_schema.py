@@ -1,10 +1,11 @@
 """Option groups that every trainer has, and the base of the option trees."""
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
-from lightrft.config.tree import flatten, group_from_args
+from lightrft.config.tree import flatten, group_from_args, options
 
 _WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a collective
 
@@ -12,7 +13,8 @@ _WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a co
 @dataclass
 class PolicyModelConfig:
     """The trained model, its precision and its adapters."""
-    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True, model=True)
+    pretrain: str | None = option(None, "HF folder or hub id of the policy to train", common=True, path="model",
+                                  required="give an HF folder or hub id of the model to train")
     bf16: bool | None = option(
         None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32. With false, "
         "matrices are multiplied in float32 without TF32 (default: on CUDA, from Ampere on)")
@@ -227,6 +229,13 @@ class Tree:
         """Entries of ``eval_data`` and, where the tree has it, ``eval_suite``; empty: nothing is held out."""
         values = flatten(self)
         return [*values["eval_data"], *values.get("eval_suite", ())]
+
+    def missing(self) -> Iterator[str]:
+        """Yield one sentence per option that is not set and without which nothing runs."""
+        values = flatten(self)
+        for name, known in options(self).items():
+            if known.required and not values[name]:
+                yield f"--{name} is missing: {known.required}"
 
     def pass_tokens(self, samples: int) -> int:
         """Return the most tokens that a forward pass over ``samples`` computes."""

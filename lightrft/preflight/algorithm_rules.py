@@ -6,6 +6,7 @@ from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
 from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.schema import Config
+from lightrft.preflight.cost import known_kinds
 from lightrft.preflight.shared_rules import if_set, unread
 from lightrft.rewards.spec import parse_models
 from lightrft.utils.errors import did_you_mean
@@ -219,3 +220,19 @@ def _bounds(c: Config, chosen: str, entry: Correction) -> Iterator[str]:
         yield (
             f"--correction_low 1: with --correction_high 1 every weight of {chosen} is 1, so it has no effect; nearest "
             "valid value: 0, or --rollout_correction none")
+
+
+def placed_problems(c: Config, world_size: int) -> Iterator[str]:
+    """Yield problems of reward models with the strategy and the estimator."""
+    r = c.reward
+    if r.reward_shard and not c.strategy.divides_weights(world_size):
+        yield (f"--reward_shard: --strategy {c.strategy.resolved(world_size)} on {world_size} "
+               f"rank{'s' if world_size > 1 else ''} shards no weights; drop it, or use --strategy fsdp, or deepspeed "
+               "with --zero_stage 3")
+    if c.algorithm.advantage_estimator not in ADVANTAGES:
+        return  # an error of its own
+    judges = [path for path, kind in known_kinds(parse_models(r.reward_pretrain).values()).items() if kind.judge]
+    if judges and ADVANTAGES.get(c.algorithm.advantage_estimator).needs_greedy:
+        yield (f"--reward_pretrain {judges[0]}: a judge of lightrft grm compares responses of a group, and "
+               f"{c.algorithm.advantage_estimator} subtracts the reward of a response outside the group; use "
+               "--advantage_estimator group_norm or rloo, or another reward model")

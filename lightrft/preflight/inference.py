@@ -13,9 +13,8 @@ from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.base import Preflight
 from lightrft.preflight.engine_rules import engine_problems, missing_engine, shared_engine
-from lightrft.preflight.reward_rules import reward_problems, served_problems
-from lightrft.preflight.shared_rules import (chat_template, folder, if_set, prompts, rendering, sources, suites,
-                                             writable)
+from lightrft.preflight.reward_rules import reward_problems, served_problems, written_rewards
+from lightrft.preflight.shared_rules import if_set, prompts, rendering, writable
 
 NEEDS_BOTH = ("{input}", "{reward}")
 
@@ -28,13 +27,9 @@ class InferencePreflight(Preflight):
         """Yield the missing package of the engine."""
         yield from missing_engine(self.config.as_config())
 
-    def engine_problems(self, models: list[str | None], world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-        """Yield the problems of the models, and of the engine that runs them."""
+    def engine_problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
+        """Yield the problems of the engine that runs the models."""
         rl = self.config.as_config()
-        if not all(models or [None]):
-            yield "--pretrain is missing: give an HF folder or hub id of the model"
-        for path in models:
-            yield from folder("pretrain", path)
         yield from engine_problems(rl, world_size, cuda)
         yield from shared_engine(rl.rollout.engine_tp_size, world_size, local_ranks)
 
@@ -52,7 +47,7 @@ class GeneratePreflight(InferencePreflight):
         yield from prompts(c.as_config().data)
         if c.generates:
             yield from _engine_of_task(c)
-            yield from self.engine_problems([c.model.pretrain], world_size, cuda, local_ranks)
+            yield from self.engine_problems(world_size, cuda, local_ranks)
 
 
 class EvaluatePreflight(InferencePreflight):
@@ -63,12 +58,10 @@ class EvaluatePreflight(InferencePreflight):
         """Yield the problems of prompts, scoring, numbers and engine."""
         c = self.config
         yield from super().problems(world_size, cuda, local_ranks)
-        yield from sources("eval_data", c.data.eval_data)
-        yield from suites(c.data.eval_suite)
         yield from rendering(c.data)
         yield from _scores(c.score)
         yield from _evaluation(c)
-        yield from self.engine_problems([*c.model.pretrain], world_size, cuda, local_ranks)
+        yield from self.engine_problems(world_size, cuda, local_ranks)
 
 
 class ChatPreflight(InferencePreflight):
@@ -76,12 +69,11 @@ class ChatPreflight(InferencePreflight):
     config: ChatConfig
 
     def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
-        """Yield the problems of the template, the process and the engine."""
+        """Yield the problems of the process and the engine."""
         yield from super().problems(world_size, cuda, local_ranks)
-        yield from chat_template(self.config.chat.chat_template)
         if world_size > 1:
             yield f"lightrft chat runs in one process, not on {world_size} ranks; drop --nproc or torchrun"
-        yield from self.engine_problems([self.config.model.pretrain], world_size, cuda, local_ranks)
+        yield from self.engine_problems(world_size, cuda, local_ranks)
 
 
 class ServePreflight(Preflight):
@@ -99,7 +91,8 @@ class ServePreflight(Preflight):
 
 def _scores(c: ScoreConfig) -> Iterator[str]:
     """Yield the problems of what scores responses, under the name that it has here."""
-    for text in reward_problems(Config(reward=c.as_reward_config())):
+    rewards = c.as_reward_config()
+    for text in (*written_rewards(rewards), *reward_problems(Config(reward=rewards))):
         yield re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", text)
     if RECIPE in c.score and len(c.score) > 1:
         yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
@@ -166,8 +159,6 @@ def _evaluation(c: EvaluateConfig) -> Iterator[str]:
     for place in dict.fromkeys(place for place in places if places.count(place) > 1):
         spelt = dict.fromkeys(path for path, its in zip(c.model.pretrain, places) if its == place)
         yield f"--pretrain {' '.join(spelt)}: is given twice; give each model once"
-    if not c.held_out:
-        yield "--eval_data is missing: give a file, folder or hub id, or --eval_suite, e.g. math500"
     if n > 1 and c.engine.temperature == 0:
         yield (f"--n_samples {n}: greedy answers to one prompt are all the same; set --temperature above 0, or "
                "--n_samples 1")

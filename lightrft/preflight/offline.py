@@ -11,7 +11,7 @@ from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import frozen_bytes, micro_batch_tokens, teacher_bytes
-from lightrft.preflight.shared_rules import evaluations, per_rank, rendering, sources
+from lightrft.preflight.shared_rules import evaluations, per_rank, rendering
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rollout.engines import ByPhase
 from lightrft.strategy.memory import ModelSize
@@ -25,8 +25,6 @@ class OfflinePreflight(TrainingPreflight):
         """Yield the problems of the data and of the batches, then those of the trainer's own options."""
         yield from super().problems(world_size, cuda, local_ranks)
         d, t = self.config.data, self.config.train
-        yield from sources("train_data", d.train_data)
-        yield from sources("eval_data", d.eval_data)
         yield from rendering(d)
         yield from per_rank("train_batch_size", t.train_batch_size, world_size)
         yield from evaluations(self.config, t.eval_steps)
@@ -68,8 +66,6 @@ class KDPreflight(SFTPreflight):
         """Yield the problems of the demonstrations, of the teacher and of its part in the loss."""
         yield from super().own_problems()
         t = self.config.teacher
-        if not t.teacher_model:
-            yield "--teacher_model is missing: give an HF folder or hub id of the teacher"
         if t.teacher_cache_dir and t.teacher_offload:
             yield ("--teacher_offload true: has no effect with --teacher_cache_dir, after which the teacher is freed; "
                    "drop it")
@@ -161,9 +157,6 @@ class PRMPreflight(OfflinePreflight):
     def own_problems(self) -> Iterator[str]:
         """Yield the problems of the tokens of steps and of their labels."""
         d = self.config.data
-        if not d.placeholder_token:
-            yield ("--placeholder_token is missing: name the token that follows every step of the solutions, e.g. a "
-                   "reserved one of the tokenizer")
         if len(d.reward_tokens) == 1:
             yield (f"--reward_tokens {d.reward_tokens[0]}: a judgement needs at least two; name the token for a "
                    "good step and the one for a bad step, e.g. --reward_tokens + -")

@@ -3,19 +3,17 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lightrft.algorithms import ADVANTAGES
 from lightrft.config.options import show
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
-from lightrft.preflight.shared_rules import folder
+from lightrft.preflight.paths import folder
 from lightrft.rewards.spec import add_recipe, parse_models, RewardRecipe
 from lightrft.utils.errors import did_you_mean, UserError
 
 
 def reward_problems(c: Config) -> Iterator[str]:
-    """Yield every problem with the options of the rewards."""
-    yield from _written(c.reward)
+    """Yield every problem of the reward models with the options of the rewards."""
     models = {*parse_models(c.reward.reward_pretrain).values()}
     kinds = known_kinds(models)
     if models and len(kinds) == len(models):  # else those on the hub are checked when they are loaded
@@ -23,7 +21,7 @@ def reward_problems(c: Config) -> Iterator[str]:
         yield from model_problems(c.reward, kinds)
 
 
-def _written(r: RewardConfig) -> Iterator[str]:
+def written_rewards(r: RewardConfig) -> Iterator[str]:
     """Yield the problems of the options as they are written."""
     for url in r.remote_rm_url:
         yield from _url("remote_rm_url", url)
@@ -44,27 +42,9 @@ def _written(r: RewardConfig) -> Iterator[str]:
     yield from _judge_forms(r)
 
 
-def placed_problems(c: Config, world_size: int) -> Iterator[str]:
-    """Yield problems of reward models with the strategy and the estimator."""
-    r = c.reward
-    if r.reward_shard and not c.strategy.divides_weights(world_size):
-        yield (f"--reward_shard: --strategy {c.strategy.resolved(world_size)} on {world_size} "
-               f"rank{'s' if world_size > 1 else ''} shards no weights; drop it, or use --strategy fsdp, or deepspeed "
-               "with --zero_stage 3")
-    if c.algorithm.advantage_estimator not in ADVANTAGES:
-        return  # an error of its own
-    judges = [path for path, kind in known_kinds(parse_models(r.reward_pretrain).values()).items() if kind.judge]
-    if judges and ADVANTAGES.get(c.algorithm.advantage_estimator).needs_greedy:
-        yield (f"--reward_pretrain {judges[0]}: a judge of lightrft grm compares responses of a group, and "
-               f"{c.algorithm.advantage_estimator} subtracts the reward of a response outside the group; use "
-               "--advantage_estimator group_norm or rloo, or another reward model")
-
-
 def served_problems(c: ServeConfig) -> Iterator[str]:
     """Yield the problems of the models of a server, and of their weights."""
-    if not c.model.reward_pretrain:
-        yield "--reward_pretrain is missing: give an HF folder or hub id of a reward model"
-    yield from _written(c.as_reward_config())
+    yield from written_rewards(c.as_reward_config())
     models = parse_models(c.model.reward_pretrain)
     for path, kind in known_kinds(models.values()).items():
         if kind.generates:

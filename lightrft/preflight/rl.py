@@ -8,7 +8,7 @@ from lightrft.config.engines import ENGINES
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
 from lightrft.config.stages import length_problems, never_trained
 from lightrft.models.activations import ModelShape
-from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings, trains_critic
+from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings, placed_problems, trains_critic
 from lightrft.preflight.base import TrainingPhases
 from lightrft.preflight.cost import batch_summary, GIB, known_kinds, MIB, time_line
 from lightrft.preflight.engine_rules import (engine_problems, missing_engine, overlap_problems, oversample_problems,
@@ -16,9 +16,8 @@ from lightrft.preflight.engine_rules import (engine_problems, missing_engine, ov
 from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import cut_rows, frozen_bytes, reward_bytes, reward_sizes, teacher_bytes
 from lightrft.preflight.overhead import engine_rows
-from lightrft.preflight.reward_rules import placed_problems, reward_problems
-from lightrft.preflight.shared_rules import (divides, evaluations, nearest_divisors, per_rank, probabilities, prompts,
-                                             sources, suites)
+from lightrft.preflight.reward_rules import reward_problems
+from lightrft.preflight.shared_rules import (divides, evaluations, nearest_divisors, per_rank, probabilities, prompts)
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import (ByPhase, engine_cache, engine_memory, engine_weights, largest_hf_cache, PHASES)
@@ -194,9 +193,6 @@ def _reference(m: ModelConfig, world_size: int) -> Iterator[str]:
 def _data(c: Config) -> Iterator[str]:
     d = c.data
     yield from prompts(d)
-    yield from sources("eval_data", d.eval_data)
-    yield from suites(d.eval_suite)
-    yield from sources("pretrain_data", c.ptx.pretrain_data) if c.ptx.pretrain_data else ()
     yield from probabilities("pretrain_data", c.ptx.pretrain_data_probs, len(c.ptx.pretrain_data))
     yield from _difficulty(d.difficulty_key, d.difficulty_min, d.difficulty_max)
 

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.layers import changed
-from lightrft.config.options import ConfigError, Option, show
+from lightrft.config.options import Option, show
 from lightrft.config.offline_schema import OfflineDataConfig
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
-from lightrft.config.tree import check_ranges, flatten, options
-from lightrft.datasets.pair_sources import parse_source
-from lightrft.datasets.suites import parse_suite
+from lightrft.config.tree import flatten, options
+from lightrft.preflight.written import written_problems
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
-from lightrft.utils.errors import did_you_mean, install_command, UserError
-from lightrft.utils.hub import looks_local
+from lightrft.utils.errors import did_you_mean, install_command
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 # what commands of other trainers always set, whether it is read or not
 HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k")
 CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
@@ -28,7 +25,7 @@ CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
 
 def common_problems(c: Tree) -> Iterator[str]:
     """Yield one sentence per problem that does not depend on the command."""
-    yield from check_ranges(c)
+    yield from written_problems(c)
     yield from unmet_needs(c)
     yield from _pixels(flatten(c))
 
@@ -37,7 +34,6 @@ def training_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     """Yield one sentence per problem that does not depend on the trainer."""
     yield from _head(flatten(c))
     yield from _policy(c.model, cuda)
-    yield from _models(c)
     yield from _strategy(c, world_size)
     yield from _optimizer(c.train)
     yield from _checkpoint(c)
@@ -116,8 +112,6 @@ def unread(c: Tree, chosen: str, rivals: Iterable[str]) -> Iterator[tuple[Option
 
 
 def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
-    if not m.pretrain:
-        yield "--pretrain is missing: give an HF folder or hub id of the model to train"
     if m.lora_rank > 0 and not m.target_modules:
         yield f"--target_modules none: --lora_rank {m.lora_rank} needs modules; nearest valid value: all-linear"
     if m.lora_rank > 0 and m.freeze_prefix:
@@ -126,74 +120,20 @@ def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
         yield from _liger(cuda)
 
 
-def _models(c: Tree) -> Iterator[str]:
-    """Yield the problems of the paths of all models that the options name."""
-    known = options(c)
-    for name, value in flatten(c).items():
-        if known[name].model:
-            yield from folder(name, value)
-
-
-def folder(name: str, path: str | None) -> Iterator[str]:
-    """Yield a problem of a model's path that can only be a local folder and is none."""
-    if path and looks_local(path) and not Path(path).expanduser().is_dir():
-        yield f"--{name} {path}: no such folder"
-
-
 def _liger(cuda: bool) -> Iterator[str]:
     if not cuda:
         yield "--use_liger true: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
     yield from _package("use_liger true", "liger_kernel")
 
 
-def sources(name: str, entries: list[str]) -> Iterator[str]:
-    """Check data entries ``path`` or ``path@data_dir``: yield a missing option and local paths that do not exist."""
-    if name != "eval_data" and not entries:
-        yield f"--{name} is missing: give a file, folder or hub id of the data"
-    for entry in entries:
-        try:
-            named = parse_source(entry)[1].rsplit("@", 1)[0]
-        except UserError as error:
-            yield f"--{name} {entry}: {error}"
-            continue
-        path = Path(named).expanduser()
-        named_like_a_file = path.suffix in DATA_SUFFIXES or path.suffix and len(path.parts) == 1  # no hub id has one
-        if not path.exists() and (looks_local(named) or named_like_a_file):
-            siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-            yield f"--{name} {entry}: no such file or folder{did_you_mean(path.name, siblings)}"
-
-
-def suites(entries: list[str]) -> Iterator[str]:
-    """Check entries of ``--eval_suite``: yield unknown names, local paths that do not exist, and repeated names."""
-    names = [entry.partition("=")[0] for entry in entries]
-    for entry in entries:
-        try:
-            name, path = parse_suite(entry)
-        except ConfigError as error:
-            yield str(error)
-            continue
-        if path and not Path(path.rsplit("@", 1)[0]).expanduser().exists():
-            yield f"--eval_suite {entry}: no such file or folder; {name} alone is read from the hub"
-        if names.count(name) > 1:
-            yield f"--eval_suite {','.join(entries)}: {name} is named twice; name it once"
-
-
-def chat_template(path: str | None) -> Iterator[str]:
-    """Yield a problem of a template's path that can only be a file and is none."""
-    if path and (looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
-        yield f"--chat_template {path}: no such file"
-
-
 def prompts(d: DataConfig) -> Iterator[str]:
     """Check the sources of prompts and their rendering."""
-    yield from sources("prompt_data", d.prompt_data)
     yield from rendering(d)
     yield from probabilities("prompt_data", d.prompt_data_probs, len(d.prompt_data))
 
 
 def rendering(d: PromptConfig | OfflineDataConfig) -> Iterator[str]:
     """Check the templates of a row."""
-    yield from chat_template(d.chat_template)
     if d.input_template is not None and d.input_template.count("{}") != 1:
         yield f"--input_template {d.input_template!r}: must hold {{}} exactly once, e.g. 'Question: {{}}'"
 

@@ -7,7 +7,7 @@ from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager, Weighted
 from lightrft.rewards.rules import FAST, normalise, plain_number, reference_answers, TAGGED
 from lightrft.utils.errors import UserError
-from lightrft.utils.logging import warn_of_all
+from lightrft.utils.logging import one_rank_warns, warn_of_all
 
 
 class RewardProbeError(UserError):
@@ -26,8 +26,9 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
         kind = tuple(part.name for part, _ in manager.parts_of(row))
         if kind not in chosen or (chosen[kind].reference is None and row.reference is not None):
             chosen[kind] = row
-    for row in chosen.values():
-        _probe_row(manager, row)
+    with one_rank_warns("rewards"):
+        for row in chosen.values():
+            _probe_row(manager, row)
 
 
 def good_answers(manager: RewardManager, row: RewardInput) -> list[str]:

@@ -143,7 +143,9 @@ def test_the_plan_reads_the_data_and_scores_a_row(home):
     with pytest.raises(UserError, match="rewards: .* could not be scored: exception, by broken"):
         GRPO(home / "model", broken, tiny_task.rows(4), **SMALL).plan()
     rows = [{"prompt": "1+1?", "response": "2"}, {"prompt": "1+1?"}]
-    assert "data: 1 rows" in SFT(home / "model", rows[:1], max_len=32).plan()
+    plan = SFT(home / "model", rows[:1], max_len=32).plan()
+    assert "data: 1 rows" in plan and "the run would end at its start: --train_batch_size " in plan, plan
+    assert "its start" not in SFT(home / "model", rows[:1], max_len=32, train_batch_size=1).plan()
     with pytest.raises(UserError, match="row 2.*no answer to train on"):
         SFT(home / "model", rows, max_len=32).plan()
 

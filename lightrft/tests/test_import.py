@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 import lightrft
+from lightrft.cli.command_line import parse_command
 
 HEAVY = ("torch", "transformers", "numpy", "deepspeed", "vllm", "sglang", "matplotlib", "datasets")
 OPTIONAL = ("deepspeed", "vllm", "sglang", "flash_attn", "liger_kernel", "wandb", "trackio", "torchvision",
@@ -31,6 +32,35 @@ def test_help_loads_nothing_heavy(script, flag):
     for word, code in ((flag + "x", 2), ("--help", 0)):
         run(f"import sys\nfrom lightrft.cli.{script} import main\ntry:\n    main([{word!r}])\n"
             f"except SystemExit as end:\n    assert end.code == {code} and not set({HEAVY}) & set(sys.modules)")
+
+
+MISTAKES = ("train", "train --pretrain ./no --prompt_data DATA", "train --pretrain DATA --prompt_data no.jsonl",
+            "train --pretrain DATA --prompt_data DATA --reward no.py", "sft --pretrain DATA --train_data no.jsonl",
+            "train --pretrain DATA --prompt_data DATA --reward accuracy --gamma 1", "prm --pretrain ./no",
+            "train --pretrain DATA --prompt_data DATA --gamma 2", "kd --pretrain DATA --train_data DATA",
+            "generate --prompt_data DATA", "evaluate --pretrain DATA", "evaluate --pretrain ./no --eval_suite gsm8k",
+            "chat", "serve_rm --reward_pretrain a=./no", "export ./no OUT", "convert ./no OUT")
+
+
+def test_a_mistake_in_the_value_of_an_option_does_not_wait_for_torch(tmp_path, monkeypatch):
+    """Each command ends with the error; what does not need torch is known before it is imported."""
+    (tmp_path / "DATA").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run("import sys\nfrom lightrft.cli.main import main\n"
+        f"for command in {MISTAKES}:\n    try:\n        main(command.split())\n"
+        "    except SystemExit as end:\n        assert end.code == 2, command\n"
+        "    else: assert False, command\n    assert 'torch' not in sys.modules, command")
+
+
+def test_ranks_on_several_machines_find_a_missing_file_out_together(monkeypatch):
+    """One that ended at once would leave those of the other machine waiting."""
+    words = ["--pretrain", "./no", "--prompt_data", "no.jsonl"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert parse_command(words, "lightrft train", "").config.model.pretrain == "./no"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        parse_command(words, "lightrft train", "")
 
 
 def test_a_mistake_in_a_program_does_not_wait_for_torch():

@@ -1,16 +1,20 @@
 """Every block of README, the docs and the examples is executed as it is printed, or is named with the test that does.
 
-Programs and commands for a CPU run in a folder that looks like a checkout, beside a tiny model. Training commands are
-planned: ``--dry_run`` is appended, and ``--plan_gpus`` where they are for GPUs. A block that no rule knows fails.
+Programs and commands run in a folder that looks like a checkout, beside a tiny model. Those for more than two processes
+or for a network are planned: ``--dry_run`` and ``--plan_gpus`` are appended. A block that no rule knows fails.
 """
 import json
+import math
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pyarrow.parquet as pq
 import pytest
@@ -68,12 +72,32 @@ def exported(command: str, place: Workplace) -> None:
     program.run(program.words)
 
 
-def planned(command: str, place: Workplace) -> None:
-    """A training command: its dry run; with a plug-in in another process, because the plug-in would stay in this."""
-    if "--plugin" in command:
-        place.shell(f"{command} --dry_run")
+def trained(command: str, place: Workplace) -> None:
+    """A command that trains, generates or evaluates: as it is printed if a CPU can run it, else its dry run."""
+    program = Program.of([word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)])
+    if program.runs_here:
+        print(place.shell(command))
     else:
-        Program.of([word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]).plan()
+        program.plan()
+
+
+def talked(command: str, place: Workplace) -> None:
+    """A chat of one message."""
+    place.shell(command, said="hello\n")
+
+
+def served(command: str, place: Workplace) -> None:
+    """A server, as it is printed, until it has scored a text."""
+    asked = Request("http://127.0.0.1:5000/get_reward", b'{"query": ["1+1=2"]}', {"Content-Type": "application/json"})
+    with place.server(command) as process:
+        while True:
+            try:
+                with urlopen(asked, timeout=30) as answer:
+                    assert math.isfinite(json.load(answer)["rewards"][0])
+                return
+            except URLError:
+                assert process.poll() is None, "the server has ended"
+                time.sleep(0.1)
 
 
 def examined(command: str, place: Workplace) -> None:
@@ -132,7 +156,9 @@ def environment(command: str, place: Workplace) -> None:
 
 OWN = r"(\w+=\S* )*(torchrun (--?[\w-]+ (?!-m )\S+ )*-m lightrft\.cli\.|python -m lightrft\.cli\.|lightrft )"
 RULES: dict[str, Callable[[str, Workplace], None]] = {
-    OWN + r"(train(_\w+)?|" + "|".join(OFFLINE) + r"|generate|evaluate|chat|serve_rm) ": planned,
+    OWN + r"(train(_\w+)?|" + "|".join(OFFLINE) + r"|generate|evaluate) ": trained,
+    OWN + "chat ": talked,
+    OWN + "serve_rm ": served,
     OWN + r"doctor\b": examined,
     OWN + r"(export|report) ": exported,
     r"python examples/\S+\.py ": ran,
@@ -193,7 +219,7 @@ def directive(block: Block, place: Workplace) -> None:
 
 
 OUTPUTS = {
-    "docs/recipes.md": "lightrft train --pretrain MODEL --prompt_data DATA --recipe dapo --eps_clip_high 0.3",
+    "docs/recipes.md": "lightrft train --pretrain MODEL --prompt_data DATA --recipe dapo --eps_clip_high 0.3 --dry_run",
     "docs/doctor.md": "lightrft doctor --pretrain Qwen/Qwen2.5-7B-Instruct --prompt_max_len 32768 --ranks 8",
 }
 KINDS: dict[str, Callable[[Block, Workplace], None]] = {
@@ -241,8 +267,8 @@ def save_models(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(QWEN | shape), encoding="utf-8")
     for name in ("MODEL", min(SHAPES)):
         save_brief_model(folder / name)
-    save_scorer(folder / "RM", seed=1)
-    save_scorer(folder / "OTHER_RM", seed=2)
+    save_scorer(folder / "RM", seed=1, mean=0.5, std=2.0)
+    save_scorer(folder / "OTHER_RM", seed=2, mean=0.5, std=2.0)
 
 
 def save_senses(place: Workplace) -> None:
@@ -262,20 +288,20 @@ def save_senses(place: Workplace) -> None:
 
 
 def save_data(folder: Path) -> None:
-    """Rows under the names in commands, and what the hub has as ``openai/gsm8k``."""
-    for name in ("DATA/train", "DATA/test", "demos", "held_out", "train", "test"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        rows = [{"prompt": f"{n}+1=", "reference": f"{n + 1}", "response": f"{n + 1}", "data_source": "openai/gsm8k"}
-                for n in range(8)]  # yapf: disable
+    """Rows under the names in commands, a batch of each, and what the hub has as ``openai/gsm8k``."""
+    asked = [(f"{n}+1=", str(n + 1), str(n)) for n in range(128)]
+    answers = [{"prompt": prompt, "reference": right, "response": right, "data_source": "openai/gsm8k"}
+               for prompt, right, _ in asked]  # yapf: disable
+    pairs = [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in asked]
+    solutions = [{"prompt": prompt, "completions": [right], "labels": [True]} for prompt, right, _ in asked]
+    judged = [{"prompt": prompt, "completion": right, "label": True} for prompt, right, _ in asked]
+    answered = [{"input": prompt, "output": text} for prompt, *texts in asked[:4] for text in texts]
+    files = {"DATA/train": answers, "DATA/test": answers[:8], "train": answers, "test": answers[:8], "demos": answers,
+             "held_out": answers[:8], "pairs": pairs, "held_out_pairs": pairs[:8], "steps": solutions,
+             "held_out_steps": solutions[:8], "judged": judged, "answered": answered}  # yapf: disable
+    (folder / "DATA").mkdir()
+    for name, rows in files.items():
         tiny_task.write_rows(folder / f"{name}.jsonl", rows)
-    pairs = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)]
-    judged = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
-    solutions = [{"prompt": f"{n}+1=", "completions": [f"{n + 1}"], "labels": [True]} for n in range(8)]
-    for name, rows in (("steps", solutions), ("held_out_steps", solutions), ("pairs", pairs), ("held_out_pairs", pairs),
-                       ("judged", judged)):
-        tiny_task.write_rows(folder / f"{name}.jsonl", rows)
-    answered = [{"input": row["prompt"], "output": row["chosen"]} for row in pairs]
-    tiny_task.write_rows(folder / "answered.jsonl", answered)
     hub = folder / "openai" / "gsm8k" / "main"
     hub.mkdir(parents=True)
     for split in ("train", "test"):
@@ -331,6 +357,7 @@ BROKEN = {
     "a language that nothing executes": "```ruby\nputs 1\n```",
     "an output that nothing prints": "```text\nstep 1\n```",
     "an option that does not exist": "```bash\nlightrft train --pretrain MODEL --prompt_data DATA --no_such 1\n```",
+    "a run that fails": "```bash\nlightrft sft --pretrain MODEL --train_data test.jsonl --train_batch_size 64\n```",
     "a plan that is refused": "```bash\ntorchrun --nproc-per-node 8 -m lightrft.cli.train --pretrain MODEL "
                               "--prompt_data DATA --train_batch_size 7\n```",
     "a file that is missing": "```bash\nlightrft export runs/none out\n```",

@@ -55,7 +55,7 @@ def _on_hub(name: str) -> bool:
 def _models(config: Tree) -> list[str]:
     """Models on the hub that options name."""
     values, known = flatten(config), options(config)
-    names = [value for name, value in values.items() if known[name].model]
+    names = [value for name, value in values.items() if known[name].path == "model"]
     names += parse_models(values.get("reward_pretrain") or []).values()
     return [name for name in dict.fromkeys(names) if name and _on_hub(name)]
 

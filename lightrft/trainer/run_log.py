@@ -56,6 +56,7 @@ class RunLog:
         if self.strategy.is_main:
             self.sinks = MetricSinks.from_config(self.config, self.folder, self.aliases)
             self.sinks.truncate_after(step)
+            self.sinks.open(step + 1)  # a tracker that cannot start does not cost a step
             self.report = Report(self.folder) if self.config.log.report else None
 
     def written(self) -> list[dict[str, Any]]:

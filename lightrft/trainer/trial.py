@@ -2,7 +2,7 @@
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,10 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
     media = open_media(path, tokenizer, data.as_data_config())
     for split, entries in (("train", train), ("eval", held_out)):
         if entries:
-            yield _counted(len(context.read(local, tokenizer, split, media)), ", ".join(entries), split)
+            rows = len(context.read(local, tokenizer, split, media))
+            yield _counted(rows, ", ".join(entries), split)
+            if entries == data.train_data:
+                yield from _ends_at_its_start(partial(check_batch, config.train.train_batch_size, rows, config.BATCH))
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"
 
@@ -124,7 +127,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     lines, beside = _on_disk(config.ptx.as_data_config(config.data), "train")
-    yield from (*lines, *_ends_at_its_start(config, rows["train"], sum(map(len, beside))))
+    yield from (*lines, *_ends_at_its_start(partial(_check_start, config, rows["train"], sum(map(len, beside)))))
     store = None
     if tokenizer is not None and config.reward.reward_pretrain:
         store = open_media(str(config.model.pretrain), tokenizer, config.data)
@@ -138,18 +141,23 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
         rewards.shutdown()
 
 
-def _ends_at_its_start(config: Config, rows: int, beside: int) -> Iterator[str]:
-    """Yield problems that would end the run before its first step. Here they are no errors, because a plan may use a
-    small model and a few rows in place of the real ones."""
+def _check_start(config: Config, rows: int, beside: int) -> None:
+    """Raise the errors that end a run before its first step."""
     path, rollout = str(config.model.pretrain), config.rollout
+    if Path(path).expanduser().exists():
+        check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
+    if all(map(_is_here, config.data.prompt_data)):
+        check_batch(rollout.rollout_batch_size, rows, config.BATCH)
+        check_total(config, steps_of_data(config, rows))
+    if config.ptx.pretrain_data and all(map(_is_here, config.ptx.pretrain_data)):
+        check_batch(config.pretraining_rows, beside, "ptx_batch_size")
+
+
+def _ends_at_its_start(check: Callable[[], None]) -> Iterator[str]:
+    """Yield a problem that would end the run before its first step. Here it is no error, because a plan may use a
+    small model and a few rows in place of the real ones."""
     try:
-        if Path(path).expanduser().exists():
-            check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
-        if all(map(_is_here, config.data.prompt_data)):
-            check_batch(rollout.rollout_batch_size, rows, config.BATCH)
-            check_total(config, steps_of_data(config, rows))
-        if config.ptx.pretrain_data and all(map(_is_here, config.ptx.pretrain_data)):
-            check_batch(config.pretraining_rows, beside, "ptx_batch_size")
+        check()
     except UserError as error:
         yield f"warning: with this model and these rows the run would end at its start: {error}"
 

@@ -2,6 +2,8 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _NAME = "lightrft"
 
@@ -47,6 +49,18 @@ def get_logger() -> logging.Logger:
     default = "INFO" if os.environ.get("RANK", "0") == "0" else "WARNING"
     logger.setLevel(os.environ.get("LIGHTRFT_LOG_LEVEL", default).upper())
     return logger
+
+
+@contextmanager
+def one_rank_warns(part: str) -> Iterator[None]:
+    """Let a part of the library log warnings on rank 0 alone, while every rank does the same."""
+    logger = logging.getLogger(f"{_NAME}.{part}")
+    before = logger.level
+    logger.setLevel(before if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def warn_of_all(text: str) -> None:

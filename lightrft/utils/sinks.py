@@ -6,9 +6,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from lightrft.utils.errors import CaptureException, first_line, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import evaluation_table, StepTable
 from lightrft.utils.trackers import (AccelerateSink, require, Sink, TensorboardSink, TrackioSink, WANDB_ID, WandbSink)
@@ -178,20 +180,19 @@ class MetricSinks:
             if wanted:
                 require(package, extra)
         config = run_config or {}
-        self._openers: list[Callable[[int], Sink]] = [
-            lambda step: JsonlSink(self.path), lambda step: ConsoleSink(logging_steps)
+        self._openers: list[tuple[str, Callable[[int], Sink]]] = [  # with the option that asks for a tracker
+            ("", lambda step: JsonlSink(self.path)), ("", lambda step: ConsoleSink(logging_steps))
         ]
         if tensorboard:
-            self._openers.append(lambda step: TensorboardSink(self.folder, step))
+            self._openers.append(("use_tensorboard", lambda step: TensorboardSink(self.folder, step)))
         if wandb is not None:
-            self._openers.append(lambda step: WandbSink(self.folder, wandb, config))
+            self._openers.append(("use_wandb", lambda step: WandbSink(self.folder, wandb, config)))
         if trackio is not None:
-            self._openers.append(lambda step: TrackioSink(trackio, config))
+            self._openers.append(("use_trackio", lambda step: TrackioSink(trackio, config)))
         flat = {name: value for group in config.values() if isinstance(group, dict) for name, value in group.items()}
-        self._openers += [
-            lambda step, name=name: AccelerateSink(name, *naming, self.folder, flat)  # type: ignore[misc]
-            for name in trackers
-        ]
+        for name in trackers:
+            start = partial(AccelerateSink, name, *naming, self.folder, flat)
+            self._openers.append((f"trackers {name}", lambda step, start=start: start()))  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Any, folder: str | Path, aliases: str = "none") -> "MetricSinks":
@@ -218,8 +219,25 @@ class MetricSinks:
                 backup_path(left)
         cut_after(self.path, step)
 
+    def open(self, step: int) -> None:
+        """Open every sink, for metrics from ``step`` on.
+
+        Raises:
+            UserError: a tracker cannot start.
+        """
+        for option, opener in self._openers:
+            with CaptureException() as captured:
+                self._sinks.append(opener(step))
+            if captured.cause is None:
+                continue
+            if not option or not isinstance(captured.cause, Exception):
+                raise captured.cause
+            remedy = "; WANDB_MODE=offline needs no account" if option == "use_wandb" else ""
+            raise UserError(f"--{option}: the tracker cannot start: {first_line(captured.cause)} (its address and its "
+                            f"key are environment variables{remedy})") from captured.cause
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write ``metrics`` of ``step`` to every sink; the first call opens them."""
+        """Write ``metrics`` of ``step`` to every sink; the first call opens them, if nothing has."""
         named = alias_metrics(metrics, self._aliases)
         for sink in self._opened(step):
             sink.log(step, named)
@@ -234,7 +252,7 @@ class MetricSinks:
 
     def _opened(self, step: int) -> list[Sink]:
         if not self._sinks:
-            self._sinks = [opener(step) for opener in self._openers]
+            self.open(step)
         return self._sinks
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from lightrft.datasets.pair_sources import load_entry, PAIR_SOURCES, parse_sourc
 from lightrft.datasets.preferences import find_pairs, side_rows
 from lightrft.datasets.rows import DataError
 from lightrft.utils.errors import UserError
-from lightrft.preflight.shared_rules import sources
+from lightrft.preflight.paths import sources
 
 
 def files(folder, *names):

@@ -15,7 +15,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.suites import BOXED, CHOICE, load_suite, SUITES
-from lightrft.preflight.shared_rules import suites
+from lightrft.preflight.paths import suites
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.rules import choice_score, math_score
 from lightrft.rewards.spec import RECIPES
@@ -103,11 +103,11 @@ def test_rows_of_something_else_are_refused(tmp_path):
 
 
 def test_names_and_paths_are_checked_before_the_run(tmp_path):
-    found = list(suites(["math5000", f"gsm8k={tmp_path}/none", "aime24", f"aime24={tmp_path}"]))
+    found = list(suites("eval_suite", ["math5000", f"gsm8k={tmp_path}/none", "aime24", f"aime24={tmp_path}"]))
     assert "did you mean math500?" in found[0] and "known: math500, aime24" in found[0]
     assert "no such file or folder" in found[1] and "gsm8k alone is read from the hub" in found[1]
     assert any("aime24 is named twice" in text for text in found)
-    assert not list(suites(["math500", f"gsm8k={tmp_path}"]))
+    assert not list(suites("eval_suite", ["math500", f"gsm8k={tmp_path}"]))
 
 
 def test_suites_join_the_held_out_prompts_whole(tmp_path):

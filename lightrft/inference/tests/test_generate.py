@@ -271,7 +271,7 @@ BAD = [
     ({"eval_task": "rm", "temperature": 0.5}, "has no effect with --eval_task rm, which generates nothing"),
     ({"eval_task": "rm", "overlong_prompt": "error"}, "--overlong_prompt error: has no effect with --eval_task rm"),
     ({"eval_task": "rm", "fps": 1.0, "images_key": "photo"}, "--images_key photo: has no effect with --eval_task rm"),
-    ({"prompt_data": "a.jsonl,b.jsonl", "dataset_probs": "0.9,0.1"}, "--prompt_data_probs 0.9,0.1: has no effect, ev"),
+    ({"prompt_data": "own/a,own/b", "dataset_probs": "0.9,0.1"}, "--prompt_data_probs 0.9,0.1: has no effect, ev"),
     ({"output_key": "answer"}, "has no effect without --eval_task rm"),
     ({"output_path": "."}, "is a folder; give a file"),
     ({"prompt_data": "absent.jsonl"}, "absent.jsonl"),

@@ -18,7 +18,7 @@ from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.config.tree import build, options
-from lightrft.preflight import shared_rules
+from lightrft.preflight import paths, shared_rules
 from lightrft.preflight.base import preflight
 from lightrft.preflight.validate import validate, warnings
 from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL
@@ -249,7 +249,7 @@ def test_a_tree_names_the_class_of_its_checks(tree):
 
 @pytest.mark.parametrize("tree", TRAINERS)
 def test_every_model_of_a_run_is_looked_for(tree):
-    names = [option.name for option in every_option(tree) if option.model]
+    names = [option.name for option in every_option(tree) if option.path == "model"]
     assert "pretrain" in names and all(name.endswith(("pretrain", "_model")) for name in names)
     found = list(preflight(build(tree, dict.fromkeys(names, "/no/such"))).problems(1, False, 1))
     assert {f"--{name} /no/such: no such folder" for name in names} <= {*found}
@@ -283,10 +283,10 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     for typed in ("mine.jsn", "./mine.jsn", str(tmp_path / "mine.json")):
-        found, = shared_rules.sources("prompt_data", [typed])
+        found, = paths.sources("prompt_data", [typed])
         assert found == f"--prompt_data {typed}: no such file or folder (did you mean mine.jsonl?)"
-    assert not list(shared_rules.sources("prompt_data", ["openai/gsm8k", "gsm8k", "mine.jsonl", "org/data.v2"]))
-    assert not list(shared_rules.sources("prompt_data", ["org/data@sub/folder"])), "a folder of a data set on the hub"
+    assert not list(paths.sources("prompt_data", ["openai/gsm8k", "gsm8k", "mine.jsonl", "org/data.v2"]))
+    assert not list(paths.sources("prompt_data", ["org/data@sub/folder"])), "a folder of a data set on the hub"
 
 
 JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model": "m"}

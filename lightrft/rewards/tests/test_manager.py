@@ -12,6 +12,7 @@ from lightrft.rewards.manager import Handle
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.validation import RewardProbeError, check_spread, probe
 from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
 
 THOUGHT = r"<think>7+6+0=13,4+8+1=13</think>\boxed{%s}"
 
@@ -178,6 +179,21 @@ def test_probe_tries_the_answer_alone_on_functions(wanted, warned, tmp_path, mak
                                      f"    return float(solution_str == {wanted!r})\n")
     probe(make_manager(f"{tmp_path}/own.py:score"), [RewardInput("q", "", reference="5")])
     assert ("no higher (0) than the known-bad" in capsys.readouterr().err) is warned
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_rank_logs_what_a_function_raises_in_the_probe(rank, tmp_path, make_manager, capsys, monkeypatch):
+    """Every rank probes the same rows. A failure of the run, of rows of its own, is logged by each."""
+    monkeypatch.setenv("RANK", rank)
+    (tmp_path / "own.py").write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                                     "    raise TypeError(solution_str)\n")
+    row = RewardInput("q", "", reference="5")
+    get_logger()
+    with pytest.raises(RewardProbeError, match="no answer"):
+        probe(make_manager(f"{tmp_path}/own.py:score"), [row])
+    assert ("TypeError" in capsys.readouterr().err) is (rank == "0")
+    make_manager(f"{tmp_path}/own.py:score").score([row])
+    assert "TypeError" in capsys.readouterr().err
 
 
 def test_probe_refuses_rows_that_cannot_be_scored(make_manager):

@@ -3,9 +3,11 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +17,7 @@ from unittest import mock
 from torch.distributed.run import parse_args
 
 from lightrft.cli import main as lightrft_command
-from lightrft.tests.support.warm import warm_python
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 ROOT = Path(__file__).parents[3]
 SHOWN = ("lightrft", "examples", "benchmarks", "docs", "constraints", "Makefile", "setup.py")
@@ -25,7 +27,8 @@ exec {python} "$@"
 """
 PROGRAMS = {
     "python": _PYTHON, "python3": _PYTHON, "lightrft": '#!/bin/sh\nexec {python} -m lightrft.cli.main "$@"\n',
-    "tensorboard": '#!/bin/sh\nexec {python} -m tensorboard.main "$@"\n'
+    "torchrun": '#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n', "tensorboard":
+    '#!/bin/sh\nexec {python} -m tensorboard.main "$@"\n'
 }
 
 
@@ -93,13 +96,12 @@ class Program:
 
     @property
     def runs_here(self) -> bool:
-        """Return True if a computer with two cores and no GPU can run it."""
-        return self.ranks * self.nodes <= 2 and "--bf16" not in self.words
+        """Return True if a computer with two cores, no GPU and no network can run it."""
+        return self.ranks * self.nodes <= 2 and not any("://" in word for word in self.words)
 
     def plan(self) -> None:
-        """Make its dry run, on GPUs if it is not one for this machine."""
-        gpus = [] if self.runs_here else ["--plan_gpus", f"{self.nodes}x{self.ranks}xH100"]
-        self.run([*self.words, *([] if "--dry_run" in self.words else ["--dry_run"]), *gpus])
+        """Make its dry run, for as many GPUs as it has ranks."""
+        self.run([*self.words, "--dry_run", "--plan_gpus", f"{self.nodes}x{self.ranks}xH100"])
 
     def run(self, words: list[str], codes: tuple[int, ...] = (0, )) -> None:
         """Run it in this process, on one rank.
@@ -134,22 +136,37 @@ class Workplace:
             (self.bin / name).write_text(text.format(python=warm_python()), encoding="utf-8")
             (self.bin / name).chmod(0o755)
 
-    def shell(self, command: str, records: bool = False) -> str:
+    def shell(self, command: str, records: bool = False, said: str = "") -> str:
         """Run a command in bash to its end, and return what it printed.
 
         Args:
             records: write the words for torchrun to ``words`` in place of starting ranks.
+            said: its input.
 
         Raises:
             AssertionError: it failed.
         """
-        own = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.folder / "home"), "PYTHONPATH": str(ROOT),
-               "PYTHON_EXEC": warm_python(), "RECORD": str(self.words) if records else ""}  # yapf: disable
-        rest = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "RECORD"))}
-        done = subprocess.run(["bash", "-ec", command], cwd=self.folder, env=rest | own, text=True, timeout=250,
-                              capture_output=True)  # yapf: disable
+        done = subprocess.run(["bash", "-ec", command], cwd=self.folder, env=self._environ(records), text=True,
+                              timeout=250, input=said, capture_output=True)  # yapf: disable
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         return done.stdout + done.stderr
+
+    @contextmanager
+    def server(self, command: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a command in bash until Ctrl-C, after which it has to end well."""
+        process = subprocess.Popen(["bash", "-ec", f"exec {command}"], cwd=self.folder, env=self._environ())
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0, command
+        finally:
+            process.kill()
+
+    def _environ(self, records: bool = False) -> dict[str, str]:
+        own = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.folder / "home"), "PYTHONPATH": str(ROOT),
+               "PYTHON": str(self.bin / "python"), "RECORD": str(self.words) if records else ""}  # yapf: disable
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "RECORD"))}
+        return rest | warm_environ(nested=True) | own
 
     def script(self, command: str) -> None:
         """Run a script that starts ranks; plan what it starts on its GPUs if the command does not say ``NPROC``."""

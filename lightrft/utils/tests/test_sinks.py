@@ -160,6 +160,16 @@ print(run.info.run_name, run.info.status, run.data.params["seed"], run.data.metr
       [(point.step, round(point.value, 3)) for point in client.get_metric_history(run.info.run_id, "reward/mean")])
 """
 
+KEYLESS = """
+import sys
+from lightrft.utils.errors import UserError
+from lightrft.utils.sinks import MetricSinks
+try:
+    MetricSinks(sys.argv[1], wandb={"project": "p"}).open(1)
+except UserError as error:
+    print(error)
+"""
+
 
 def test_mlflow_through_accelerate(tmp_path):
     environment = {
@@ -168,6 +178,18 @@ def test_mlflow_through_accelerate(tmp_path):
     done = subprocess.run([sys.executable, "-c", MLFLOW, tmp_path], timeout=100, capture_output=True, text=True,
                           env=environment)  # yapf: disable
     assert done.stdout.strip() == "n FINISHED 7 0.5 [(1, 0.143), (2, 0.286)]", done.stderr[-2000:]
+
+
+def test_a_tracker_that_cannot_start_is_an_error_in_words_before_the_first_step(tmp_path, monkeypatch):
+    """W&B refuses without a key where nobody can be asked for one."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    done = subprocess.run([sys.executable, "-c", KEYLESS, tmp_path], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^--use_wandb: the tracker cannot start: .*[kK]ey.*WANDB_MODE=offline needs no account",
+                     done.stdout, re.MULTILINE), done.stdout
 
 
 def test_the_trackers_are_those_of_accelerate():

@@ -1,0 +1,67 @@
+"""Rules of the paths that options name: of models, data sets, evaluation sets and templates."""
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.options import ConfigError
+from lightrft.datasets.pair_sources import parse_source
+from lightrft.datasets.suites import parse_suite
+from lightrft.rewards.spec import parse_models
+from lightrft.utils.errors import did_you_mean, UserError
+from lightrft.utils.hub import looks_local
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+
+
+def folder(name: str, paths: str | list[str] | None) -> Iterator[str]:
+    """Yield the paths of models that can only be local folders and are none."""
+    for path in [paths] if isinstance(paths, str) else paths or ():
+        if looks_local(path) and not Path(path).expanduser().is_dir():
+            yield f"--{name} {path}: no such folder"
+
+
+def sources(name: str, entries: list[str]) -> Iterator[str]:
+    """Yield local paths that do not exist, of data entries ``path`` or ``path@data_dir``."""
+    for entry in entries:
+        try:
+            named = parse_source(entry)[1].rsplit("@", 1)[0]
+        except UserError as error:
+            yield f"--{name} {entry}: {error}"
+            continue
+        path = Path(named).expanduser()
+        named_like_a_file = path.suffix in DATA_SUFFIXES or path.suffix and len(path.parts) == 1  # no hub id has one
+        if not path.exists() and (looks_local(named) or named_like_a_file):
+            siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+            yield f"--{name} {entry}: no such file or folder{did_you_mean(path.name, siblings)}"
+
+
+def suites(name: str, entries: list[str]) -> Iterator[str]:
+    """Yield unknown names of public evaluation sets, local paths that do not exist, and repeated names."""
+    names = [entry.partition("=")[0] for entry in entries]
+    for entry in entries:
+        try:
+            suite, path = parse_suite(entry)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if path and not Path(path.rsplit("@", 1)[0]).expanduser().exists():
+            yield f"--{name} {entry}: no such file or folder; {suite} alone is read from the hub"
+        if names.count(suite) > 1:
+            yield f"--{name} {','.join(entries)}: {suite} is named twice; name it once"
+
+
+def template(name: str, path: str | None) -> Iterator[str]:
+    """Yield a problem of a template's path that can only be a file and is none."""
+    if path and (looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
+        yield f"--{name} {path}: no such file"
+
+
+def models(name: str, entries: list[str]) -> Iterator[str]:
+    """Yield the paths of named models that can only be local folders and are none."""
+    yield from folder(name, [*parse_models(entries).values()])
+
+
+PATHS: dict[str, Callable[[str, Any], Iterator[str]]] = {
+    "model": folder, "models": models, "rows": sources, "suites": suites, "template": template
+}
+"""Kind of the paths of an option -> their rule, for the name of the option and its value."""
