@@ -32,7 +32,7 @@ def written_problems(c: Tree) -> Iterator[str]:
 
 
 def _refuse_unknown_rewards(c: Tree) -> None:
-    """Raise an error for an unknown reward; a program, which may have functions of its own, does not call this."""
+    """Raise an error for an unknown reward. Python programs skip this check: their rewards may be functions."""
     for rewards in _reward_groups(c):
         for entry in map(parse_entry, rewards.reward):
             if not entry.path and entry.name not in parse_models(rewards.reward_pretrain):
