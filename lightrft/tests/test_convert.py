@@ -197,7 +197,7 @@ def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
             convert(file.parent, tmp_path / "out", str(base))
     with pytest.raises(SystemExit) as done:
         main([str(tmp_path / "absent"), str(tmp_path / "out")])
-    assert done.value.code == 2 and "no complete checkpoint is there" in capsys.readouterr().err
+    assert done.value.code == 2 and "absent: no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])

@@ -137,11 +137,12 @@ def test_gsm8k_saves_when_asked_to_stop(gsm8k, tmp_path):
                          "MASTER_PORT": free_port()})  # yapf: disable
     run = subprocess.Popen(["bash", str(GSM8K_RUN), "--max_steps", "5000"], env=env, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() and run.poll() is None and time.monotonic() < deadline:
+    metrics = tmp_path / "metrics.jsonl"
+    while not (metrics.exists() and lines(metrics)) and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     run.terminate()
     printed, _ = run.communicate(timeout=60)  # ends when every process that holds the pipe has ended
-    steps = len(lines(tmp_path / "metrics.jsonl"))
+    steps = len(lines(metrics))
     assert run.returncode != 0 and 0 < steps < 5000, printed[-3000:]
     assert (tmp_path / "checkpoints" / f"step_{steps:06d}" / "COMPLETE.json").exists()
     assert f"stopped after step {steps} of 5000" in (tmp_path / "log_node0.txt").read_text(encoding="utf-8")

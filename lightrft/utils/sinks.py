@@ -86,10 +86,12 @@ ALIASES = ("none", *_EXACT)
 def backup_path(path: Path, says: bool = True) -> Path | None:
     """Rename a file or folder to the first free ``STEM.1.SUFFIX``, ...; return its new path, or None.
 
+    An empty file stays: a run that ended before its first step leaves one.
+
     Args:
         says: log it; False where the caller does.
     """
-    if not path.exists():
+    if not path.exists() or path.is_file() and not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     renamed = path.rename(next(name for name in names if not name.exists()))

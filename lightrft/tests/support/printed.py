@@ -153,8 +153,12 @@ class Workplace:
 
     @contextmanager
     def server(self, command: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a command in bash until Ctrl-C, after which it has to end well."""
-        process = subprocess.Popen(["bash", "-ec", f"exec {command}"], cwd=self.folder, env=self._environ())
+        """Run a command in bash until Ctrl-C, after which it has to end well.
+
+        A shell that runs the tests in the background has them ignore SIGINT, and so would the command.
+        """
+        process = subprocess.Popen(["bash", "-ec", f"exec {command}"], cwd=self.folder, env=self._environ(),
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         try:
             yield process
             process.send_signal(signal.SIGINT)

@@ -12,6 +12,8 @@ def test_files_and_folders_move_to_the_first_free_name(tmp_path, capsys):
         assert backup_path(tmp_path / "rollouts") == tmp_path / f"rollouts.{number}"
     assert (tmp_path / "metrics.1.jsonl").read_text() == "1" and (tmp_path / "rollouts.2" / "x").read_text() == "2"
     assert backup_path(tmp_path / "metrics.jsonl") is None
+    (tmp_path / "metrics.jsonl").touch()  # of a run that ended before its first step
+    assert backup_path(tmp_path / "metrics.jsonl") is None
     said = capsys.readouterr().err
     assert f"{tmp_path / 'metrics.jsonl'} is of an earlier run and was renamed to metrics.2.jsonl" in said
     assert said.count("earlier run") == 4
