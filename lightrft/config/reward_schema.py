@@ -47,7 +47,7 @@ class RewardConfig(ScoringConfig):
         [],
         "reward models, PATH or NAME=PATH: trained by lightrft rm, prm or grm, sequence classifiers with one score, "
         "or language models with --judge_template. Each is a reward part NAME (rm; several: rm1, rm2 ...) with weight "
-        "1, or the weight in --reward or --reward_recipe")
+        "1, or the weight in --reward or --reward_recipe", path="models")
     reward_recipe: list[str] = option(
         [], "SOURCE:part=weight+part=weight: reward parts for the rows with this label or data source, instead of all "
         "others")

@@ -57,8 +57,11 @@ def template(name: str, path: str | None) -> Iterator[str]:
 
 
 def models(name: str, entries: list[str]) -> Iterator[str]:
-    """Yield the paths of named models that can only be local folders and are none."""
-    yield from folder(name, [*parse_models(entries).values()])
+    """Yield ``{}`` in place of a model, and the paths of named models that can only be local folders and are none."""
+    for path in parse_models(entries).values():
+        if path == "{}":
+            yield f"--{name} {{}}: names no model; rule and file rewards need none, drop the flag"
+        yield from folder(name, path)
 
 
 PATHS: dict[str, Callable[[str, Any], Iterator[str]]] = {

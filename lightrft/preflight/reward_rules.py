@@ -7,7 +7,6 @@ from lightrft.config.options import show
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
-from lightrft.preflight.paths import folder
 from lightrft.rewards.spec import add_recipe, parse_models, RewardRecipe
 from lightrft.utils.errors import did_you_mean, UserError
 
@@ -22,16 +21,11 @@ def reward_problems(c: Config) -> Iterator[str]:
 
 
 def written_rewards(r: RewardConfig) -> Iterator[str]:
-    """Yield the problems of the options as they are written."""
+    """Yield the problems of the options as they are written, except those of paths."""
     for url in r.remote_rm_url:
         yield from _url("remote_rm_url", url)
     for part in r.reward:
         yield from _part(part)
-    for path in parse_models(r.reward_pretrain).values():
-        if path == "{}":
-            yield "--reward_pretrain {}: names no model; rule and file rewards need none, drop the flag"
-            continue
-        yield from folder("reward_pretrain", path)
     recipes: dict[str, RewardRecipe] = {}
     for recipe in r.reward_recipe:
         try:

@@ -1,6 +1,7 @@
 """Checks and estimates that all trainers have."""
 from collections.abc import Iterator
 
+from lightrft.models.activations import ModelShape
 from lightrft.preflight.base import Preflight
 from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.run_plan import memory_verdict
@@ -25,8 +26,7 @@ class TrainingPreflight(Preflight):
 
     def estimates(self, machine: Machine) -> list[str]:
         """List the contents of a step, the memory, and what the tree estimates besides."""
-        m = self.config.model
-        size, shape = known_model(m.pretrain, machine.device.cuda, self.has_logits, m.freeze_prefix)
+        size, shape = self._known_model(machine)
         return [
             *self.summary(machine.ranks), *memory_lines(self.config, machine.ranks, size, machine.device, shape),
             *self._verdict_lines(machine), *self.further_estimates(machine, size)
@@ -40,11 +40,14 @@ class TrainingPreflight(Preflight):
         """Compare the estimate with the memory of a GPU."""
         if not machine.device.cuda:
             return None
-        m = self.config.model
-        size, shape = known_model(m.pretrain, True, self.has_logits, m.freeze_prefix)
+        size, shape = self._known_model(machine)
         if size is None:
             return None
         return memory_verdict(self.config, machine.ranks, size, machine.device, shape)
+
+    def _known_model(self, machine: Machine) -> tuple[ModelSize | None, ModelShape | None]:
+        m = self.config.model
+        return known_model(m.pretrain, machine.device.cuda, self.has_logits, m.freeze_prefix)
 
     def _verdict_lines(self, machine: Machine) -> list[str]:
         """Say that a plan fits on a GPU, and warn if it leaves little; one that does not fit is an error."""

@@ -1,4 +1,5 @@
 """Training from a program: keywords are checked as flags are, and the same file runs alone and under torchrun."""
+import json
 import os
 import re
 import subprocess
@@ -133,7 +134,7 @@ def test_a_plan_for_other_gpus_leaves_the_run_as_it_is(home):
         run.plan(gpus="8")
 
 
-def test_the_plan_reads_the_data_and_scores_a_row(home):
+def test_the_plan_reads_the_data_and_scores_a_row(home, tmp_path):
     plan = GRPO(home / "model", lambda completions, **row: [0.5] * len(completions), tiny_task.rows(4), **SMALL).plan()
     assert "data: 4 rows" in plan and "0.5" in plan.splitlines()[-1], plan
 
@@ -146,6 +147,8 @@ def test_the_plan_reads_the_data_and_scores_a_row(home):
     plan = SFT(home / "model", rows[:1], max_len=32).plan()
     assert "data: 1 rows" in plan and "the run would end at its start: --train_batch_size " in plan, plan
     assert "its start" not in SFT(home / "model", rows[:1], max_len=32, train_batch_size=1).plan()
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))  # the held-out rows make no batch
+    assert SFT(home / "model", str(file), eval_data=[str(file)], max_len=32).plan().count("its start") == 1
     with pytest.raises(UserError, match="row 2.*no answer to train on"):
         SFT(home / "model", rows, max_len=32).plan()
 

@@ -85,7 +85,7 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
         if entries:
             rows = len(context.read(local, tokenizer, split, media))
             yield _counted(rows, ", ".join(entries), split)
-            if entries == data.train_data:
+            if split == "train" and entries == data.train_data:
                 yield from _ends_at_its_start(partial(check_batch, config.train.train_batch_size, rows, config.BATCH))
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"

@@ -255,6 +255,13 @@ def test_every_model_of_a_run_is_looked_for(tree):
     assert {f"--{name} /no/such: no such folder" for name in names} <= {*found}
 
 
+@pytest.mark.parametrize("tree", [Config, ServeConfig])
+def test_a_missing_reward_model_is_named_once(tree):
+    found = list(preflight(build(tree, {"reward_pretrain": ["a=./no", "{}"]})).problems(1, False, 1))
+    assert found.count("--reward_pretrain ./no: no such folder") == 1
+    assert sum("--reward_pretrain {}: names no model" in text for text in found) == 1
+
+
 def test_what_nothing_reads_is_told() -> None:
     """Names for trackers, sampling of evaluations and the number of checkpoints without any; the head of no critic."""
     for tree, given in ((Config, GOOD), (SFTConfig, {"pretrain": "org/model", "train_data": ["org/data"]})):
