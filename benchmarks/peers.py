@@ -74,7 +74,7 @@ def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-RAGGED = Case(16, 256, 1e-6, 2, digits, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8,
+RAGGED = Case(16, 256, 1e-6, 4, digits, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8,
                                          "cache_implementation": "static"}, "ragged")  # yapf: disable
 CASES = {
     "equal": Case(64, 48, 3e-4, 10, exact, {"per_device_train_batch_size": 512}),

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_LEAST = 1 << 21  # multiplications; a call of oneDNN costs more than one of MKL before it starts
+_LEAST = 1 << 20  # multiplications; a call of oneDNN costs more than one of MKL before it starts
+_LEAST_PACKED = 1 << 19  # with a packed weight
 _ROWS = 1024  # rows of a sum over tokens that are computed at once: they stay in the cache
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN, and of PyTorch's cache before it
 _KERNELS = "128"  # that each keeps; a kernel is for one number of rows, takes 0.8 MiB, and 1,024 would be kept
@@ -68,7 +69,8 @@ class CPULinear(nn.Linear):
         return _product(input, self.weight if self.packed is None else self.packed, self.bias)
 
     def _takes(self, x: Tensor) -> bool:
-        return x.is_cpu and x.dtype == self.weight.dtype == torch.float32 and x.numel() * self.out_features >= _LEAST
+        least = _LEAST if self.packed is None else _LEAST_PACKED
+        return x.is_cpu and x.dtype == self.weight.dtype == torch.float32 and x.numel() * self.out_features >= least
 
     @property
     def _packs(self) -> bool:

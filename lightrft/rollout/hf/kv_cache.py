@@ -19,6 +19,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import upload
 
 _LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
+_BLAS = 400  # multiplications of one product of a batch, below which PyTorch takes a slow loop of its own instead
 _ENGINE = nn.Identity()  # stands for the calling layer, which only error messages name
 
 
@@ -175,6 +176,7 @@ class Decode:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.columns = torch.arange(max(cache.plan.length, cache.plan.prompt_len), device=cache.device)
+        self.least = min(-(-_BLAS // cache.spec.dim), cache.plan.length)
 
     def arrange(self, prompt_slots: np.ndarray, lengths: np.ndarray) -> None:
         """Let row i read ``lengths[i]`` tokens of ``prompt_slots[i]`` (-1: a free row, which reads none)."""
@@ -197,10 +199,10 @@ class Decode:
 
     def advance(self, newest: Tensor, width: int) -> None:
         """Prepare the next pass, whose tokens have index ``newest`` [live] in their rows, all below ``width``."""
-        self.width, self.newest = width, newest[:, None]
+        self.width, self.newest = max(width, self.least), newest[:, None]
         self.index = (self.cache.rows.first[:self.live] + self.newest).flatten()
-        self.own = self.cache.rows.views(self.live, width)
-        seen = torch.cat([self.seen, self.columns[:width] <= self.newest], 1)
+        self.own = self.cache.rows.views(self.live, self.width)
+        seen = torch.cat([self.seen, self.columns[:self.width] <= self.newest], 1)
         self.masks: dict[int | None, Tensor] = {None: self._bias(seen)}
 
     def _bias(self, seen: Tensor) -> Tensor:
