@@ -37,10 +37,12 @@ class RewardKind:
         steps: format of a process reward model.
         judge: format of the requests to a judge of ``lightrft grm``.
         language: another causal language model; False, with no format: a model with a head, or none that scores.
+        measured: mean and std of the rewards of a model with a head are known.
     """
     steps: StepFormat | None = None
     judge: JudgeFormat | None = None
     language: bool = False
+    measured: bool = False
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "RewardKind":
@@ -48,8 +50,8 @@ class RewardKind:
         name = (config.architectures or [""])[0]
         if (steps := config_value(config, STEPS, None)) is not None:
             return cls(steps=StepFormat(**steps))
-        if config_value(config, SCORES, None) is not None or not name.endswith(SPEAKS):
-            return cls()
+        if (head := config_value(config, SCORES, None)) is not None or not name.endswith(SPEAKS):
+            return cls(measured=RewardHead(**head or {}).measured)
         judge = config_value(config, JUDGE, None)
         return cls(language=True) if judge is None else cls(judge=JudgeFormat(**judge))
 

@@ -47,6 +47,9 @@ def served_problems(c: ServeConfig) -> Iterator[str]:
                 "serves models with a reward head. A judge of lightrft grm compares the responses to a prompt, which "
                 "arrive here in different requests: give it to the run (--reward_pretrain), or serve the model with "
                 "vLLM and ask it with --reward judge")
+        elif c.model.normalize_reward:
+            from lightrft.rewards.reward_models import unscaled
+            yield from unscaled(path, kind)
     for entry in c.model.reward:
         name = entry.partition("=")[0]
         if name not in models:

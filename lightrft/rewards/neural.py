@@ -19,7 +19,6 @@ from lightrft.rewards.placement import Load, Model, Placement, ScorerSetup
 from lightrft.rewards.prompt_reader import PromptReader
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.types import Experience
-from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import runs
 
 Media = tuple[str, ...]
@@ -146,15 +145,12 @@ class NeuralReward(ModelReward[RewardModel]):
     """Scalar reward model of :func:`lightrft.models.loader.load_scorer`; ``cfg`` also says if rewards are normalised.
 
     Raises:
-        UserError: the model has no head, no tokenizer, or no moments to normalise with.
+        UserError: the model has no head or no tokenizer.
     """
 
     def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup) -> None:
         super().__init__(path, partial(load_scorer, path), cfg, setup)
         head = self.model.head
-        if cfg.normalize_reward and not head.measured:
-            raise UserError(f"--normalize_reward: {path!r} has no mean and std of rewards in its config.json: train it "
-                            "with --eval_data, or drop the option")
         self.mean, self.std = (head.mean, head.std) if cfg.normalize_reward else (0.0, 1.0)
 
     def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:

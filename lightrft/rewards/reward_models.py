@@ -64,8 +64,20 @@ def _fit(cfg: RewardConfig, path: str, kind: RewardKind) -> Iterator[str]:
         yield (f"--reward_pretrain {path}: according to its config.json it is a language model without a reward head, "
                "and not a judge of lightrft grm. Name a model of lightrft rm, prm or grm, or a sequence classifier "
                "with one score; or let it grade responses with --judge_template FILE")
-    if kind.generates and cfg.normalize_reward:
+    if cfg.normalize_reward:
+        yield from unscaled(path, kind)
+
+
+def unscaled(path: str, kind: RewardKind) -> Iterator[str]:
+    """Yield the reason why the rewards of a model cannot be normalised, if there is one."""
+    if kind.generates:
         yield f"--normalize_reward: {path!r} is a generative reward model, which has no mean and std; drop the option"
+    elif kind.steps is not None:
+        yield (f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; drop the "
+               "option")
+    elif not kind.measured:
+        yield (f"--normalize_reward: {path!r} has no mean and std of rewards in its config.json: train it with "
+               "--eval_data, or drop the option")
 
 
 def description(kind: RewardKind, cfg: RewardConfig) -> str:

@@ -34,16 +34,13 @@ class StepReward(ModelReward[ProcessRewardModel]):
     A response without a step has the reward 0, the least that there is.
 
     Raises:
-        UserError: the model has no tokenizer or no reward tokens, or its rewards are to be normalised.
+        UserError: the model has no tokenizer or no reward tokens.
     """
 
     def __init__(self, path: str, form: StepFormat, cfg: RewardConfig, setup: ScorerSetup) -> None:
         if not form.reward_tokens:
             raise UserError(f"--reward_pretrain {path}: the process reward model was trained without --reward_tokens, "
                             "so the token for a good step is unknown; train it with them")
-        if cfg.normalize_reward:
-            raise UserError(f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; "
-                            "drop the option")
         tokenizer = load_tokenizer(path)
         load = partial(load_process_reward_model, PolicyModelConfig(pretrain=path), form, form.reward_ids(tokenizer),
                        False)

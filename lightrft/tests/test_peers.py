@@ -70,9 +70,9 @@ def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
 
 
 def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
-    """README has the ratios of both machines alone. With pictures, and every sample trained, three times as many tokens
+    """README has the ratios of the three machines alone. With pictures, and every sample trained, three times as many tokens
     per CPU second as TRL."""
-    medians = {*shown_steps("peers.json"), *shown_steps("peers_amd.json")}
+    medians = {ratio for cpu in ("", "_amd", "_zen5") for ratio in shown_steps(f"peers{cpu}.json")}
     found, _ = recorded("vl_peer.json")
     assert min(ratios_of(found["runs"]["pictures, threads 1"], "lightrft")) >= 3 and {*shown_steps("vl_peer.json")}
     (claim, ) = re.findall(r"^\| Side by side with TRL .*?\| (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)

@@ -121,6 +121,9 @@ def test_kinds_are_told_apart(judge, scorers):
         validate(parse_config([], defaults={"reward_pretrain": [scorers[0]], "judge_max_len": 9}).config, 1)
     with pytest.raises(ConfigError, match="has no effect without --reward_pretrain; add it, or drop --judge_max_len"):
         validate(parse_config([], defaults={"judge_max_len": 9}).config, 1)
+    with pytest.raises(ConfigError, match="has no mean and std of rewards in its config.json"):
+        given = {"reward_pretrain": [scorers[0]], "normalize_reward": True}
+        validate(parse_config([], defaults=given, tree=ServeConfig).config, 1)
     with pytest.raises(ConfigError, match="it is a generative model, and this command serves"):
         validate(parse_config([], defaults={"reward_pretrain": [judge]}, tree=ServeConfig).config, 1)
     with pytest.raises(UserError, match="--judge_max_len 512: .* has 512 positions for a request and its answer"):
