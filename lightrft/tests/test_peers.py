@@ -70,8 +70,8 @@ def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
 
 
 def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
-    """README has the ratios of the three machines alone. With pictures, and every sample trained, three times as many tokens
-    per CPU second as TRL."""
+    """README has the ratios of the three machines alone. With pictures, and every sample trained, three times as many
+    tokens per CPU second as TRL."""
     medians = {ratio for cpu in ("", "_amd", "_zen5") for ratio in shown_steps(f"peers{cpu}.json")}
     found, _ = recorded("vl_peer.json")
     assert min(ratios_of(found["runs"]["pictures, threads 1"], "lightrft")) >= 3 and {*shown_steps("vl_peer.json")}
