@@ -39,11 +39,12 @@ class MediaTensors:
     """Tensors that a model's processor makes of one picture, video or sound.
 
     ``tensors`` have the processor's names and are those of a batch of one; ``text`` replaces the placeholder in the
-    prompt.
+    prompt. ``cut_s`` is how many seconds of a sound were left out at its end.
     """
     kind: str  # "image" | "video" | "audio"
     tensors: dict[str, Tensor]
     text: str
+    cut_s: float = 0.0
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -108,6 +108,14 @@ class Medium:
     key: str
     source: "bytes | Path | str | tuple[Medium, ...]" = field(repr=False)
     where: str = field(default="", compare=False)
+
+    def downloads(self) -> "Iterator[Medium]":
+        """Yield what is downloaded: itself, or pictures of a video."""
+        if isinstance(self.source, str):
+            yield self
+        elif isinstance(self.source, tuple):
+            for frame in self.source:
+                yield from frame.downloads()
 
 
 def find_medium(value: Any, kind: str, rules: MediaRules, where: str) -> Medium:

@@ -86,7 +86,7 @@ class DiskCache:
         except (SafetensorError, OSError, ValueError) as error:
             get_logger().warning("%s is damaged (%s): its medium is processed again", path, error)
             return None
-        made = MediaTensors(about.get("kind", ""), tensors, about.get("text", ""))
+        made = MediaTensors(about.get("kind", ""), tensors, about.get("text", ""), float(about.get("cut_s", 0)))
         if about.get("sum") != _checksum(made):
             get_logger().warning("%s is damaged (its sum differs): its medium is processed again", path)
             return None
@@ -100,7 +100,8 @@ class DiskCache:
         try:
             path.parent.mkdir(exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in made.tensors.items()}
-            save_file(tensors, whole, {"kind": made.kind, "text": made.text, "sum": _checksum(made)})
+            about = {"kind": made.kind, "text": made.text, "cut_s": str(made.cut_s), "sum": _checksum(made)}
+            save_file(tensors, whole, about)
             whole.replace(path)
         except (OSError, SafetensorError) as error:
             self._writes = False

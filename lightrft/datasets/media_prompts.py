@@ -8,6 +8,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import KINDS, MediaError
 from lightrft.datasets.media_rows import find_media, media_columns
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.processing import EXCESS_S
 from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import DataError, Rows
 from lightrft.utils.logging import get_logger
@@ -66,6 +67,9 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
     found = {i: (messages, store.register(media)) for i, (messages, media) in every.items()}
     _check_options(cfg, store)
     _leave_broken(found, rows, cfg, store, plain)
+    if cut := sum(not store.cut.isdisjoint(keys) for _, keys in found.values()):
+        get_logger().warning(f"{cut} of {len(rows)} rows have a sound that lasts up to {EXCESS_S:g} s longer than the "
+                             "model processes: its end is cut off")
     if cfg.media_policy == "skip":
         _leave_broken_elsewhere(found, rows, store)
     if store.rules.urls:

@@ -4,7 +4,7 @@ Every rank reads the same data, so every rank can look up every key. Ranks excha
 """
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -26,6 +26,7 @@ from lightrft.datasets.pictures import fitted, resized
 from lightrft.datasets.processing import check_order, Decoded, host_bytes, MediumProcessor
 from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError
+from lightrft.datasets.waveform import Waveform
 from lightrft.types import MediaTensors
 from lightrft.utils.byte_cache import ByteCache, OncePerKey
 from lightrft.utils.errors import first_line, install_command, UserError
@@ -80,6 +81,7 @@ class MediaStore:
         most: most media of each kind in one row that a data set keeps; the same on all ranks.
         disk: keeps processed media for other ranks and runs; None: nothing does.
         settings: hash of everything but the content that decides about the tensors of a medium.
+        cut: keys of the sounds whose end was cut off, to the window of the processor.
         gather: returns the values of all ranks that read the same rows; by itself, of this process alone.
     """
 
@@ -97,6 +99,7 @@ class MediaStore:
         self.decoded = 0
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.most: dict[str, int] = {}
+        self.cut = set[str]()
         self.media, self._kept = dict[str, Medium](), set[str]()
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, attrgetter("nbytes"), least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
@@ -144,7 +147,7 @@ class MediaStore:
         Raises:
             DataError: names a URL that gave different bytes to two ranks.
         """
-        urls = {medium.key: medium for key in keys for medium in _addresses(self.media[key])}
+        urls = {medium.key: medium for key in keys for medium in self.media[key].downloads()}
         own = [(key, self.rules.downloads.get(key)) for key in sorted(urls)]
         if len({*self.gather(hashlib.blake2b(repr(own).encode(), digest_size=16).digest())}) == 1:
             return
@@ -202,7 +205,8 @@ class MediaStore:
                                  f"{found}, or leave such rows out with --media_policy skip")
 
     def open(self, key: str) -> Decoded:
-        """Decode the medium ``key``, in a size within the limits, unless :meth:`decode_ahead` did.
+        """Decode the medium ``key`` unless :meth:`decode_ahead` did: in a size within the limits, a sound in the length
+        that the processor takes.
 
         Raises:
             UserError: no rank's data hold it, or it cannot be decoded.
@@ -210,7 +214,8 @@ class MediaStore:
         coming = self._decoding.get(key)
         if coming is not None:
             coming.result()
-        return self._opened(key)
+        medium = self._opened(key)
+        return self.single.fit(medium) if isinstance(medium, Waveform) else medium
 
     def decode_ahead(self, keys: Iterable[str]) -> None:
         """Decode media in the background for an engine that asks for their sizes, as many as the cache takes; those
@@ -273,6 +278,8 @@ class MediaStore:
             with self._lock:
                 self._waiting -= made.nbytes
         self._keep_text(key, made.text)
+        if made.cut_s:
+            self.cut.add(key)
         return self._cache.keep(key, made)
 
     def text(self, key: str) -> str:
@@ -388,12 +395,3 @@ class MediaStore:
         """Tokenize the expanded text of a rendered prompt (:meth:`expand`)."""
         expanded, _ = self.expand(text, keys)
         return self.processor.tokenizer(expanded, add_special_tokens=False, verbose=False).input_ids
-
-
-def _addresses(medium: Medium) -> Iterator[Medium]:
-    """Yield what is downloaded for a medium: itself, or pictures of a video."""
-    if isinstance(medium.source, str):
-        yield medium
-    elif isinstance(medium.source, tuple):
-        for frame in medium.source:
-            yield from _addresses(frame)

@@ -2,6 +2,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -20,7 +21,9 @@ from lightrft.utils.errors import UserError
 
 Decoded: TypeAlias = Image.Image | Waveform | Video
 _BLANK = (56, 56)  # pixels of a blank picture; a blank sound lasts a second
+_ENDLESS = 1 << 62  # samples
 _PROBES = ((56, 56), (200, 320))  # sizes of pictures for which the processor's own function is tried
+EXCESS_S = 0.1  # of a sound beyond the window of a processor: what encoders pad, and a cut by a clock
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}  # of a processor
 
 
@@ -83,8 +86,10 @@ class MediumProcessor:
         content, options = _content(medium), self._options(medium)
         if getattr(self.processor, f"{kind}_token", None) is None:
             raise UserError(f"{type(self.processor).__name__} takes no media of kind {kind}")
-        if kind == "audio" and not self.token_frames:
-            self._check_window(len(content), options)
+        cut_s = 0.0
+        if isinstance(medium, Waveform):
+            content = self.fit(medium).samples
+            cut_s = medium.seconds - len(content) / self.rate
         if kind == "audio" and self.token_frames:
             tensors, text = self._windows(content)
         elif getattr(type(self.processor), f"replace_{kind}_token") is getattr(ProcessorMixin, f"replace_{kind}_token"):
@@ -96,7 +101,7 @@ class MediumProcessor:
         held = {name: torch.as_tensor(value) for name, value in tensors.items() if _is_numbers(value)}
         if "video_position_ids" in held:  # before 5.19, transformers has a dimension for videos around that of frames
             held |= {name: value.flatten(0, -3) for name, value in held.items() if value.dim() > 2}
-        return MediaTensors(kind, {name: value[:1] for name, value in held.items()} if several else held, text)
+        return MediaTensors(kind, {name: value[:1] for name, value in held.items()} if several else held, text, cut_s)
 
     def text_of_size(self, height: int, width: int) -> str | None:
         """Compute the text of a picture from its size; None: it takes the pixels, or the processor has no function for
@@ -156,12 +161,23 @@ class MediumProcessor:
         found.pop("attention_mask", None)
         return found, token * int((ids == mark).sum())
 
-    def _check_window(self, samples: int, options: dict[str, Any]) -> None:
-        """Raise ``ValueError`` for a sound of which the processor would keep only the start."""
-        most = getattr(self.processor.feature_extractor, "n_samples", samples)
-        if samples > most and options.get("truncation", True):
-            raise ValueError(f"it lasts {samples / self.rate:.1f} s, and the model processes only the first "
-                             f"{most / self.rate:g} s of a sound. Cut it into pieces")
+    def fit(self, sound: Waveform) -> Waveform:
+        """Cut a sound, at :attr:`rate`, to the window of the processor.
+
+        Raises:
+            ValueError: it is longer by more than :data:`EXCESS_S`, and the processor would keep only its start.
+        """
+        if len(sound.samples) > self._window + EXCESS_S * self.rate:
+            raise ValueError(f"it lasts {sound.seconds:.2f} s, and the model processes only the first "
+                             f"{self._window / self.rate:g} s of a sound. Cut it into pieces")
+        return replace(sound, samples=sound.samples[:self._window])
+
+    @cached_property
+    def _window(self) -> int:
+        """Samples of the longest sound that the processor does not truncate."""
+        options = self._options(Waveform(np.zeros(1, np.float32), self.rate))
+        most = getattr(self.processor.feature_extractor, "n_samples", _ENDLESS)
+        return _ENDLESS if self.token_frames or not options.get("truncation", True) else most
 
     def _windows(self, samples: np.ndarray) -> tuple[dict[str, Any], str]:
         """Process a sound in whole windows, :attr:`token_frames` a token."""

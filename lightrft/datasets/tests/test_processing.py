@@ -8,12 +8,15 @@ from PIL import Image
 from transformers import AutoProcessor
 from transformers.video_utils import load_video
 
+from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.processing import MediumProcessor
-from lightrft.datasets.rows import DataError
+from lightrft.datasets.media_cache import DiskCache
+from lightrft.datasets.media_prompts import pair_media
+from lightrft.datasets.rows import DataError, hold_rows, load_rows
 from lightrft.datasets.tests.test_decoding import greys, video
-from lightrft.datasets.waveform import Waveform
+from lightrft.datasets.waveform import Waveform, write_wav
 from lightrft.tests.support import tiny_vision
 
 pytest.importorskip("torchvision")
@@ -117,5 +120,25 @@ def test_no_sound_is_cut_to_a_window(name):
     if name == "voxtral":
         assert single.process("audio", longer).text == 2 * text
         return
-    with pytest.raises(ValueError, match="it lasts 2.5 s, and the model processes only the first 1 s of a sound"):
+    with pytest.raises(ValueError, match="it lasts 2.50 s, and the model processes only the first 1 s of a sound"):
         single.process("audio", longer)
+
+
+def test_the_end_of_a_sound_that_is_a_little_longer_than_the_window_is_cut_off(tmp_path, capfd):
+    """Windows last 1 s; encoders pad by up to 0.1 s. The rows are counted, again when the disk has the tensors."""
+    family = tiny_vision.FAMILIES["qwen2_audio"]
+    noise = np.random.default_rng(0).standard_normal(17_601).astype(np.float32) / 10
+    sounds = [write_wav(noise[:samples], 16_000) for samples in (16_000, 16_640, 17_600, 17_601)]
+    rows = load_rows(hold_rows([{"prompt": "?", "audios": [sound]} for sound in sounds]))
+    cfg = DataConfig(media_policy="skip")
+    for _ in range(2):
+        store = MediaStore(family.processor(family.tokenizer()), MediaRules())
+        store.disk = DiskCache(tmp_path, 1 << 30, store.settings)
+        chats = [[{"role": "user", "content": "<audio>?"}] for _ in sounds]
+        keys = [media for _, media in pair_media(rows, chats, cfg, store).values()]
+        whole, *cut = [store.tensors(key).tensors["input_features"] for key, in keys]
+        assert len(cut) == 2 and all(torch.equal(whole, tensor) for tensor in cut)
+        assert [len(store.open(key).samples) for key, in keys] == [16_000] * 3, "what an engine hears"
+        said = capfd.readouterr().err
+        assert "2 of 4 rows have a sound that lasts up to 0.1 s longer than the model processes" in said
+        assert "1 of 4 rows have media that cannot be read" in said and "lasts 1.10 s" in said
