@@ -113,6 +113,16 @@ def test_an_expected_error_that_is_not_caught_is_one_line(tmp_path):
     assert done.stderr.strip().splitlines()[-1].startswith("ZeroDivisionError")
 
 
+def test_an_error_does_not_end_a_prompt(tmp_path):
+    """Neither that of a program run by ``python -i``, nor that of a line typed after it."""
+    (tmp_path / "first.py").write_text("from lightrft import GRPO\nGRPO('model', gama=1)")
+    typed = "GRPO('model', lamda=1)\nprint('still', 'here')\n"
+    done = subprocess.run([sys.executable, "-i", "first.py"], input=typed, cwd=tmp_path, capture_output=True, text=True,
+                          timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)})  # yapf: disable
+    assert [word for word in ("gama", "lamda") if f"ConfigError: unknown key {word}" in done.stderr] == ["gama", "lamda"]
+    assert done.stdout.strip() == "still here" and done.returncode == 0 and "SystemExit" not in done.stderr
+
+
 def test_other_flags_keep_their_form():
     with pytest.raises(UserError) as error, keyword_words(Config, {"reward": "rewards"}):
         raise UserError("--reward x: see --dry_run; drop --lora_rank, or add --no_report (--gama)")

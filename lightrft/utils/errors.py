@@ -41,7 +41,7 @@ class UserError(ExpectedError, ValueError):
 
 def end_in_one_line() -> None:
     """Let an expected error that this program does not catch end it in one line and with its exit code, in place of a
-    traceback; debuggers, which have hooks of their own, show it their way."""
+    traceback. A session at a prompt goes on, and debuggers, which have hooks of their own, show it their way."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _one_line
 
@@ -50,8 +50,16 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackT
     if not isinstance(error, ExpectedError):
         sys.__excepthook__(kind, error, trace)
         return
+    if _at_prompt():
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {error}\n")
     raise SystemExit(error.exit_code)
+
+
+def _at_prompt() -> bool:
+    """Return True if this program is a prompt (REPL), or becomes one after its end: ``python -i``, PYTHONINSPECT."""
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect) or bool(os.environ.get("PYTHONINSPECT"))
 
 
 def install_command(extra: str) -> str:
