@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from lightrft import __version__
+from lightrft.cli.foreign_commands import unknown_command
 from lightrft.cli.offline import OFFLINE
-from lightrft.utils.errors import did_you_mean
 
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         sys.stdout.write(f"lightrft {__version__}\n")
         return 0
     if name not in COMMANDS:
-        sys.stderr.write(f"lightrft: error: unknown command {name!r}{did_you_mean(name, COMMANDS)}\n"
+        sys.stderr.write(f"lightrft: error: {unknown_command(name, COMMANDS)}\n"
                          "See lightrft --help for the commands.\n")
         return 2
     module = COMMANDS[name][0]

@@ -10,6 +10,9 @@ import pytest
 
 from lightrft import __version__
 from lightrft.cli import main as command
+from lightrft.cli.offline import OFFLINE
+from lightrft.config.schema import Config
+from lightrft.config.tree import options
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.utils.env import World
@@ -35,6 +38,37 @@ def test_every_command_shows_its_options(capsys):
     assert capsys.readouterr().out.startswith("--eps_clip float\n  lower clip")
     assert command.main(["trian"]) == 2 and "'trian' (did you mean train?)\n" in capsys.readouterr().err
     assert command.main(["--version"]) == 0 and capsys.readouterr().out == f"lightrft {__version__}\n"
+
+
+THEIRS = {
+    "sft": "train_sft fsdp_sft_trainer sft_trainer openrlhf.cli.train_sft train-sft train_sft.py",
+    "dpo": "train_dpo", "rm": "train_rm reward", "kto": "train_kto", "kd": "train_kd gkd", "prm": "train_prm",
+    "grm": "train_grm", "train": "train_ppo_ray main_ppo verl.trainer.main_ppo examples/gsm8k_geo3k/train_colocate.py",
+    "train --recipe grpo": "grpo GRPO", "train --recipe ppo": "ppo", "dpo --loss orpo": "orpo", "dpo --ipo": "ipo",
+    "sft --pretrain_mode": "pt", "generate": "batch_inference main_generation infer", "evaluate": "eval main_eval",
+    "chat": "interactive_chat", "merge_lora": "lora_combiner", "convert": "model_merger zero_to_fp32",
+    "dpo, kto, rm, kd or train": "rlhf"
+}  # yapf: disable
+TYPOS = {"trian": "train", "tain": "train", "stf": "sft", "dop": "dpo", "dppo": "dpo", "kot": "kto", "grmm": "grm",
+         "pmr": "prm", "genrate": "generate", "evalute": "evaluate", "exprot": "export", "chta": "chat",
+         "doctr": "doctor", "serve": "serve_rm", "merge-lora": "merge_lora", "convret": "convert", "train_stf": "sft",
+         "batch_inferense": "generate"}  # yapf: disable
+
+
+def test_a_command_of_another_trainer_is_answered_with_ours(capsys):
+    """Its words are a command line that is known here; a typing error gets the nearest name, another word none."""
+    for ours, words in THEIRS.items():
+        for word in words.split():
+            assert command.main([word]) == 2
+            assert capsys.readouterr().err.startswith(
+                f"lightrft: error: unknown command {word!r}; here: lightrft {ours}\n")
+        name, *flags = ours.split() if "," not in ours else ["dpo"]
+        known = {"train": Config} | {one.name: one.tree for one in OFFLINE.values()}
+        assert name in command.COMMANDS and (not flags or flags[0][2:] in options(known[name]))
+    for word, near in TYPOS.items():
+        assert command.main([word]) == 2 and f"(did you mean {near}?)\n" in capsys.readouterr().err
+    for word in "test plot run install list status deploy app tune config vllm-serve".split():
+        assert command.main([word]) == 2 and f"unknown command {word!r}\n" in capsys.readouterr().err
 
 
 def test_the_number_of_processes_is_taken_out_of_the_words(capsys):
