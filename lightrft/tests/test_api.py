@@ -119,7 +119,8 @@ def test_an_error_does_not_end_a_prompt(tmp_path):
     typed = "GRPO('model', lamda=1)\nprint('still', 'here')\n"
     done = subprocess.run([sys.executable, "-i", "first.py"], input=typed, cwd=tmp_path, capture_output=True, text=True,
                           timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)})  # yapf: disable
-    assert [word for word in ("gama", "lamda") if f"ConfigError: unknown key {word}" in done.stderr] == ["gama", "lamda"]
+    told = [word for word in ("gama", "lamda") if f"ConfigError: unknown key {word}" in done.stderr]
+    assert told == ["gama", "lamda"]
     assert done.stdout.strip() == "still here" and done.returncode == 0 and "SystemExit" not in done.stderr
 
 
