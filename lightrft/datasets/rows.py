@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from lightrft.datasets.folders import files_of_split
 from lightrft.datasets.row_formats import as_row, DataError, READERS, Row
 from lightrft.utils.hub import prefer_cache_without_network
 
@@ -169,21 +170,9 @@ def _read_folder(folder: Path, split: str) -> Rows:
         raise DataError(f"{folder}: no such folder")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _read_saved(folder, split)
-    return _read_files(_files_of_split(folder, split))
-
-
-def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """Find files named ``<split>.*``, ``<split>-00000-of-00002.*`` or ``<split>_*``, or all files in ``<split>/``."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in READERS)
-    wanted = [
-        file for file in files
-        if re.match(rf"{re.escape(split)}([-_.]|$)", file.stem) or split in file.relative_to(folder).parts[:-1]
-    ]
-    if not wanted:
-        found = ", ".join(str(file.relative_to(folder)) for file in files[:8]) or "no data file at all"
-        raise DataError(f"{folder}: no file of split {split!r} (found: {found}). Name a file of the folder, or another "
-                        "split (--prompt_split or --train_split; --eval_split)")
-    return wanted
+    if (folder / split / "state.json").is_file():
+        return _read_saved(folder / split, split)
+    return _read_files(files_of_split(folder, split))
 
 
 def _read_files(files: list[Path]) -> Rows:

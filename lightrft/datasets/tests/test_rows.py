@@ -184,7 +184,7 @@ def test_duplicate_verl_index_within_one_file_only(tmp_path, write):
     with pytest.raises(DataError, match="row 2: duplicate id: extra_info.index"):
         load_rows(write([row, row]))
     for name in ("train-0.jsonl", "train-1.jsonl"):
-        write([row], f"folder/{name}")
+        write([row | {"prompt": name}], f"folder/{name}")
     assert len(load_rows(str(tmp_path / "folder"))) == 2
 
 

@@ -1,0 +1,66 @@
+"""Folders of data files: hidden files, copies, several formats, and files that are named after two splits."""
+import re
+
+import pytest
+
+from lightrft.datasets.rows import DataError, load_rows
+from lightrft.tests.support import field
+
+
+def write(folder, *names):
+    """Write a row into each file; its prompt is the name."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = f"prompt\n{name}\n" if name.endswith("csv") else f'{{"prompt": "{name}"}}\n'
+        file.write_text(text, encoding="utf-8")
+
+
+def prompts(folder, split="train"):
+    return [row["prompt"] for row in load_rows(str(folder), split).rows]
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    folder = field.write_folder(tmp_path / "hidden" / ".cache" / "data")  # hidden above the folder that is named
+    write(folder, "._train.jsonl", "__MACOSX/train.jsonl", "train/.a.jsonl", "train/~$b.csv", "_temporary/train.jsonl",
+          ".git/train/c.json")
+    assert prompts(folder) == ["new 0", "new 1", "new 2"]
+    write(tmp_path / "only", "train/._a.jsonl")
+    with pytest.raises(DataError, match="no file of split 'train' .it has no data file at all"):
+        load_rows(str(tmp_path / "only"))
+
+
+@pytest.mark.parametrize("second", ["train.csv", "train-00000-of-00001.json", "train/a.csv"])
+def test_several_formats_may_be_the_same_rows(tmp_path, second):
+    write(tmp_path, "train.jsonl", second, "test.csv")
+    with pytest.raises(DataError, match=f"several formats .*{re.escape(second)}.*Name the files that you want"):
+        load_rows(str(tmp_path))
+    assert prompts(tmp_path, "test") == ["test.csv"]
+
+
+def test_a_copy_of_a_file_is_refused(tmp_path):
+    write(tmp_path, "train.jsonl", "train_other.jsonl", "old/train.jsonl")
+    assert len(prompts(tmp_path)) == 3
+    (tmp_path / "old" / "train.jsonl").write_bytes((tmp_path / "train.jsonl").read_bytes())
+    with pytest.raises(DataError, match="old/train.jsonl and train.jsonl are the same bytes.*Remove one"):
+        load_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize("name,split", [("train/test.jsonl", "train"), ("train/test.jsonl", "test"),
+                                        ("train/dev-0.jsonl", "train"), ("test/val/a.jsonl", "test")])
+def test_a_file_that_is_named_after_two_splits_is_refused(tmp_path, name, split):
+    write(tmp_path, "train/a.jsonl", "test/b.jsonl", name)
+    with pytest.raises(DataError, match=f"{name} is named after two splits, '.*' and '.*Rename or move it"):
+        load_rows(str(tmp_path), split)
+
+
+def test_names_that_say_one_split_twice_are_read(tmp_path):
+    write(tmp_path, "train/train-0.jsonl", "train/training_a.jsonl", "eval/test.jsonl", "eval/dev/b.jsonl")
+    assert len(prompts(tmp_path)) == 2 and len(prompts(tmp_path, "eval")) == 2
+
+
+def test_saved_data_sets_in_folders_of_splits(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "saved"}]).save_to_disk(tmp_path / "train")
+    write(tmp_path, "test.jsonl")
+    assert prompts(tmp_path) == ["saved"] and prompts(tmp_path, "test") == ["test.jsonl"]
