@@ -161,7 +161,7 @@ def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool,
                         f"appear, and all of them in the column {next(iter(other))!r}")
     found = {name: row[name] for name in media_columns(cfg.as_data_config()) if not missing(row.get(name))}
     if second:
-        parted = part_media(row, cfg, texts)
+        parted = part_media(row, cfg, [[text] for text in texts])
         found |= {name: [*asked, *rejected, *chosen] for name, (asked, chosen, rejected) in parted.items()}
     return found
 

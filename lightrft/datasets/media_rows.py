@@ -27,10 +27,9 @@ def find_row_media(row: Row, cfg: MediaConfig, messages: list[Message], rules: M
                    takes: Sequence[str] = KINDS) -> Chat:
     """Return the messages with a part ``{"type": "image"}`` at the position of each medium, and the media in order.
 
-    Positions are ``<image>``, ``<video>`` and ``<audio>`` in texts, and parts of content lists. Media are in the
-    columns of ``--images_key`` and its siblings, or inside of parts. Without a position, the media of a column come
-    first in the first user turn. In a row that has no column for a kind, ``<image>`` and its like are plain words.
-    Messages of a row without media and placeholders are returned unchanged.
+    Positions are parts of content lists, or else ``<image>``, ``<video>`` and ``<audio>`` in texts (:func:`_marks`).
+    Media are in the columns of ``--images_key`` and its siblings, or inside of parts. Without a position, the media of
+    a column come first in the first user turn. Messages of a row without media and placeholders are returned unchanged.
 
     Args:
         where: file and row, for messages.
@@ -105,8 +104,8 @@ def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
     Raises:
         MediaError: it has some.
     """
-    marks = [kind for kind in KINDS if any(name in row for name in _columns(kind, cfg))]
     chats = [value for value in row.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    marks = _marks(row, cfg, [turn.get("content") for chat in chats for turn in chat if isinstance(turn, dict)])
     for turn in (chat[0] for chat in chats if "system" in (chat[0].get("role"), chat[0].get("from"))):
         content = turn.get("content", turn.get("value"))
         kind = next((kind for kind, _ in _parts(content, marks, where) if kind != "text"), None)
@@ -116,21 +115,32 @@ def _check_system(row: Row, cfg: MediaConfig, where: str) -> None:
                 "Write them in a user turn, or drop --system_prompt")
 
 
-def part_media(row: Row, cfg: MediaConfig, texts: Sequence[str]) -> dict[str, list[list[Any]]]:
+def part_media(row: Row, cfg: MediaConfig, texts: Sequence[Sequence[Any]]) -> dict[str, list[list[Any]]]:
     """Split the columns that hold the media of several texts, in the order of their placeholders.
+
+    Args:
+        texts: the contents of the turns of each.
 
     Returns:
         By column the media of each text. A column with another number of media than placeholders is not in it.
     """
     found: dict[str, list[list[Any]]] = {}
+    marks = _marks(row, cfg, [content for contents in texts for content in contents])
     for kind in KINDS:
-        counts = [text.count(f"<{kind}>") for text in texts]
+        counts = [sum(_placeholders(content, kind, marks) for content in contents) for contents in texts]
         ends = list(accumulate(counts))
         for name in _columns(kind, cfg):
             one = row.get(name)
             if isinstance(one, (list, tuple)) and one and len(one) == ends[-1]:
                 found[name] = [list(one[end - count:end]) for end, count in zip(ends, counts)]
     return found
+
+
+def _placeholders(content: Any, kind: str, marks: list[str]) -> int:
+    """Count the positions of one kind in a content."""
+    parts = content if isinstance(content, list) else [content]
+    words = sum(_text(part).count(f"<{kind}>") for part in parts) if kind in marks else 0
+    return words + sum(isinstance(part, dict) and _kind(part) == kind for part in parts)
 
 
 def rejected_media(row: Row, cfg: MediaConfig) -> Row:
@@ -158,8 +168,8 @@ def _taken(row: Row, cfg: MediaConfig, messages: list[Message], where: str,
     that is neither text nor a list (the result of a tool) is left to the template.
     """
     _check_objects(row, messages, where)
-    marks = [kind for kind in KINDS if any(name in row for name in _columns(kind, cfg))]
     contents = [message.get("content") for message in messages]
+    marks = _marks(row, cfg, contents)
     turns = [list(_parts(content, marks, where)) if takes or isinstance(content, (str, list)) else []
              for content in contents]  # yapf: disable
     listed = {kind: _listed(row, kind, cfg) for kind in KINDS}
@@ -206,11 +216,26 @@ def _parts(content: Any, marks: list[str], where: str) -> Iterator[Part]:
             yield kind, value
 
 
+def _marks(row: Row, cfg: MediaConfig, contents: Sequence[Any]) -> list[str]:
+    """Return the kinds whose ``<image>`` or its like in texts is a placeholder: those that have a column and no part of
+    a content list. Beside parts of other kinds the column must have a medium, since tables have all columns."""
+    typed = {_kind(part) for content in contents if isinstance(content, list) for part in content
+             if isinstance(part, dict)}.intersection(KINDS)  # yapf: disable
+    return [kind for kind in KINDS if kind not in typed and any(
+        name in row and (not typed or _values(row[name])) for name in _columns(kind, cfg))]  # yapf: disable
+
+
+def _kind(part: Row) -> str:
+    """Return "text", the kind of medium, or the unknown type of a part of a content list."""
+    given = [name for name, value in part.items() if value is not None]
+    named = str(part.get("type") or next((name for name in given if name in _TYPES), "text"))
+    return _TYPES.get(named, named)
+
+
 def _typed(part: Any, where: str) -> Part:
     """Return the kind of a part of a content list, and its text or the medium inside (None: it is in a column)."""
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
-    named = str(given.get("type") or next((name for name in given if name in _TYPES), "text"))
-    kind = _TYPES.get(named, named)
+    kind = _kind(given)
     if kind in KINDS:
         names = (*(name for name, its in _TYPES.items() if its == kind), *_PAYLOADS)
         return kind, given if any(name in given for name in names) else None
@@ -260,7 +285,8 @@ def plain_marks(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes:
     for kind in takes:
         columns = _columns(kind, cfg)
         found = [i for i, (row, chat) in enumerate(zip(rows.rows, chats)) if not any(name in row for name in columns)
-                 and any(f"<{kind}>" in _words(turn) for turn in chat)]  # yapf: disable
+                 and any(f"<{kind}>" in _words(turn) for turn in chat)
+                 and not any(_placeholders(turn.get("content"), kind, []) for turn in chat)]  # yapf: disable
         if found:
             yield (f"{rows.where(found[0])}: <{kind}> in {len(found)} of {len(rows)} rows is read as plain words, "
                    f"because the row has no column {' or '.join(columns)} (it has {', '.join(rows.rows[found[0]])}). "
@@ -271,7 +297,11 @@ def _words(message: Message) -> str:
     """Return the texts of a message."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    return "".join(str((part.get("text") if isinstance(part, dict) else part) or "") for part in parts)
+    return "".join(map(_text, parts))
+
+
+def _text(part: Any) -> str:
+    return str((part.get("text") if isinstance(part, dict) else part) or "")
 
 
 def _values(value: Any) -> list[Any]:

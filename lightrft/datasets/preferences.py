@@ -200,14 +200,14 @@ def _parted(prompt: Answer | None, chosen: Answer, rejected: Answer) -> tuple[An
     return prompt or "", chosen, rejected
 
 
-def _placeholders(answer: Answer) -> str:
-    return answer if isinstance(answer, str) else "".join(text_of(turn.get("content")) for turn in answer)
+def _contents(answer: Answer) -> list[Any]:
+    return [answer] if isinstance(answer, str) else [turn.get("content") for turn in answer]
 
 
 def _side_media(row: Row, cfg: PairDataConfig, texts: Sequence[Answer]) -> tuple[Row, Row]:
     """Return the columns of the media of the prompt with the chosen, and with the rejected answer, where that is not
     the whole column; ``texts``: the prompt, and both."""
-    own, parts = rejected_media(row, cfg), part_media(row, cfg, [_placeholders(text) for text in texts])
+    own, parts = rejected_media(row, cfg), part_media(row, cfg, [_contents(text) for text in texts])
     chosen, rejected = ({name: asked + media[side] for name, (asked, *media) in parts.items() if name not in own}
                         for side in (0, 1))  # yapf: disable
     return chosen, rejected | own

@@ -41,6 +41,14 @@ def text_of(content: Any) -> str:
     return "".join(f"<{part.get('type')}>" if part.get("text") is None else str(part["text"]) for part in parts)
 
 
+def joined(content: Any) -> Any:
+    """Return the text of a list of texts alone, as it is; any other content unchanged."""
+    parts = content if isinstance(content, list) else [None]
+    texts = all(isinstance(part, str) or isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(
+        part.get("text"), str) for part in parts)  # yapf: disable
+    return text_of(content) if texts else content
+
+
 def missing(value: Any) -> bool:
     """Return True for an empty value: null, NaN, blank text, an empty list or object."""
     empty = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value

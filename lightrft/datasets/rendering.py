@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.records import Message
+from lightrft.datasets.records import joined, Message
 from lightrft.datasets.rows import DataError
 
 _ASK: Message = {"role": "user", "content": "?"}
@@ -70,6 +70,7 @@ class Renderer:
 
     def _wrap_content(self, content: Any) -> Any:
         """Wrap a text, or the last text of a content list: pictures stay where they are."""
+        content = joined(content)
         if isinstance(content, str):
             return self._wrap(content)
         texts = [i for i, part in enumerate(content or []) if part.get("type") == "text"]
@@ -109,7 +110,9 @@ class Renderer:
                             f"{error}. Change the rows, or give another template with --chat_template") from error
 
     def _in_parts(self, chat: list[Message]) -> list[Message]:
-        """Write texts as lists of parts for those roles whose texts the template would drop."""
+        """Join texts in lists of parts to one text, which every template takes, or one part for those roles whose texts
+        the template would drop."""
+        chat = [turn | {"content": joined(turn["content"])} if "content" in turn else turn for turn in chat]
         return [{**turn, "content": [{"type": "text", "text": turn["content"]}]}
                 if isinstance(turn.get("content"), str) and self._drops(turn["role"]) else turn
                 for turn in chat]  # yapf: disable

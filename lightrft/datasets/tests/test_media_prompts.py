@@ -167,8 +167,8 @@ def test_options_write_no_media(tokenizer, store):
 def test_a_system_prompt_takes_no_media_away(tokenizer, store):
     """It takes the place of the system turn of a row; so a medium there is an error. A word is none."""
     parts = [{"type": "image"}, {"type": "text", "text": "Seen?"}]
-    for content in (parts, "<image>Seen?"):
-        chat = [{"role": "system", "content": content}, {"role": "user", "content": "and <image>?"}]
+    for content, asked in ((parts, parts), ("<image>Seen?", "and <image>?")):
+        chat = [{"role": "system", "content": content}, {"role": "user", "content": asked}]
         rows = [{"prompt": chat, "answer": "1", "images": [png(0), png(1)]}, ask("<image>?", png(2))]
         with pytest.raises(MediaError,
                            match="row 1: --system_prompt .* media of kind image. Write them in a user turn"):

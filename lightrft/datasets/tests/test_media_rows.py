@@ -9,7 +9,7 @@ from PIL import Image
 
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media import MediaError, MediaRules
-from lightrft.datasets.media_rows import find_media, find_row_media
+from lightrft.datasets.media_rows import find_media, find_row_media, part_media
 from lightrft.datasets.rows import DataError, load_rows, Rows
 from lightrft.datasets.waveform import write_wav
 
@@ -52,6 +52,26 @@ def test_placeholders_of_kinds_without_a_column_are_words():
     for empty in (None, []):
         with pytest.raises(MediaError, match="0 images for 1 placeholders"):
             find(ask("Is <image> a tag?", images=empty))
+
+
+def test_placeholders_beside_parts_are_words():
+    """Of the kind of the parts in every turn, and of other kinds whose column is empty, as tables write it."""
+    words = "<image> and <video>"
+    row = ask([IMAGE, text(words)], images=[RED], videos=None)
+    row["prompt"] = [{"role": "system", "content": words}, *row["prompt"], {"role": "assistant", "content": words}]
+    messages, media = find(row)
+    assert [messages[0]["content"], messages[2]["content"]] == [words, words] and media == [RED]
+    assert messages[1] == user(IMAGE, text(words))
+    messages, media = find(ask([IMAGE, text("of <audio>, not <image>")], images=[RED], audios=[TONE]))
+    assert messages == [user(IMAGE, text("of "), AUDIO, text(", not <image>"))] and media == [RED, TONE]
+    with pytest.raises(MediaError, match="1 images for 0 placeholders"):
+        find(ask([{"type": "image", "image": BLUE}, text("<image>")], images=[RED]))
+
+
+def test_words_beside_parts_part_no_column():
+    contents = [[[IMAGE, text("<image>?")]], ["a <image>"], [[IMAGE]]]
+    assert part_media({"images": [RED, BLUE]}, MediaConfig(), contents) == {"images": [[RED], [], [BLUE]]}
+    assert part_media({"images": [RED, BLUE]}, MediaConfig(), [["<image>"], ["<image>"]]) == {"images": [[RED], [BLUE]]}
 
 
 def test_placeholders_of_media_in_a_column_of_an_unknown_name(capsys):
@@ -168,7 +188,7 @@ def test_other_keys_of_a_turn_stay():
     (ask("<image> Q", images=[RED, BLUE]), "2 images for 1 placeholders.*puts them first$"),
     (ask("<video> Q", videos=[RED, BLUE]), "2 videos for 1 placeholders.*frames of one video are a list in the list"),
     (ask("<video> Q", images=[RED], videos=None), "0 videos for 1 placeholders"),
-    (ask([{"type": "image"}, "<image>"], images=[RED]), "1 images for 2 placeholders"),
+    (ask([{"type": "image"}, "<image>"], images=[RED, BLUE]), "2 images for 1 placeholders"),
     (ask([{"type": "image", "image": BLUE}], images=[RED]), "1 images for 0 placeholders"),
     (ask("<image>", images=[None]), "image None: it is empty"),
     (ask("<image>", images=[[RED]]), "image list: list is not a known form"),

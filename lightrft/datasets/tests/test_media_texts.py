@@ -15,7 +15,7 @@ from lightrft.datasets.sft_dataset import ALL_TURNS, Learning, SFTDataset
 from lightrft.datasets.steps import StepDataset
 from lightrft.datasets.tests.test_media_prompts import ask, picture, png, prompts, TEMPLATE
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.tests.support import tiny_vision
+from lightrft.tests.support import field, tiny_vision
 
 pytest.importorskip("torchvision")
 
@@ -49,6 +49,22 @@ def test_words_are_text_and_written_media_tokens_are_refused(tokenizer, store):
             prompts([row], tokenizer, store)
     left = prompts(rows, tokenizer, store, media_policy="skip")
     assert len(left) == 1 and left.dropped == 4
+
+
+def test_words_beside_parts_are_text(tokenizer, store):
+    """In a question, an answer and a pair of answers, one of which shows a picture."""
+    row = field.rows("literal_image_word")[0] | {"images": [png(0)]}
+    example = demonstrations([row], tokenizer, store)[0]
+    text = tokenizer.decode(example.token_ids)
+    assert len(example.media) == 1 and text.count("<|vision_start|>") == 1
+    assert "What does the <image> tag mean?" in text and "It embeds a picture: use <image>." in text
+    asked, said = row["messages"]
+    prompt = prompts([{"prompt": [asked], "images": [png(0)], "answer": "1"}], tokenizer, store)[0]
+    assert len(prompt.media) == 1 and "the <image> tag" in prompt.text
+    shown = [said | {"content": [{"type": "image"}]}]
+    pair = pairs([{"prompt": [asked], "chosen": [said], "rejected": shown, "images": [png(0), png(1)]}],
+                 tokenizer, store)[0]  # yapf: disable
+    assert [len(side.media) for side in (pair.chosen, pair.rejected)] == [1, 2]
 
 
 def demonstrations(rows, tokenizer, store, learning=ALL_TURNS, **options):

@@ -6,7 +6,7 @@ from lightrft.datasets.records import text_of, to_message
 from lightrft.datasets.rendering import unended
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTDataset
-from lightrft.tests.support import tiny
+from lightrft.tests.support import field, tiny
 
 TURNS = [("system", "s"), ("user", "1+1?"), ("assistant", "It is 2."), ("user", "2+2?"), ("assistant", "4")]
 MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
@@ -191,6 +191,16 @@ def test_a_part_that_is_no_text_may_have_a_null_text():
     """As tables write it, in which all parts have the same columns."""
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "a", "image": None}]
     assert text_of(to_message({"role": "user", "content": parts}, "row 1")["content"]) == "<image>a"
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"])
+def test_parts_of_text_are_joined_for_a_template_of_texts(build, template):
+    tokenizer = with_template(template)
+    row = field.rows("text_parts")[0]
+    for system in ([], [{"role": "system", "content": ["a", {"text": " b"}]}]):
+        example = build([{"messages": system + row["messages"]}], tokenizer=tokenizer, input_template="Q {}")[0]
+        chat = [{"role": "system", "content": "a b"}] * bool(system) + said("Q 1+1?", "2")
+        assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(chat, tokenize=False)
 
 
 def test_row_without_prompt(build):
