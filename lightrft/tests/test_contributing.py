@@ -21,6 +21,8 @@ if not PAGE.exists():
     pytest.skip("installed without its repository", allow_module_level=True)
 pytestmark = pytest.mark.slow
 TINY = {name: value for name, value in runs.BASE.items() if name not in ("self_test", "sync_proof", "reward_probe")}
+# of the tests that go through all losses, options and pages: the cases of the new loss, and those that count
+CASES = "tanh or every_loss or each_algorithm or has_a_page or generated_one or is_missing or glossary"
 TINY_SFT = {"max_steps": 1, "train_batch_size": 2, "max_len": 64, "disable_ckpt": True}
 
 
@@ -62,11 +64,11 @@ def recipes() -> dict[str, Recipe]:
     found = {}
     for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         title = section.partition("\n")[0]
-        named = re.findall(r"^\*\*`([^`]+)`\*\*\n\n```(python|diff)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-        files = {path: text for path, kind, text in named if kind == "python"}
-        insertions = {path: text for path, kind, text in named if kind == "diff"}
-        commands = re.findall(r"^```bash\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
-        found[title] = Recipe(title, files, insertions, commands)
+        named = re.findall(r"^\*\*`([^`]+)`\*\*\n\n(````?)(\w+)\n(.*?)^\2$", section, re.MULTILINE | re.DOTALL)
+        files = {path: text for path, _, kind, text in named if kind != "diff"}
+        insertions = {path: text for path, _, kind, text in named if kind == "diff"}
+        blocks = re.findall(r"^```bash\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
+        found[title] = Recipe(title, files, insertions, [line for block in blocks for line in block.splitlines()])
     return found
 
 
@@ -87,8 +89,10 @@ def home(tmp_path_factory):
 def tree(tmp_path_factory):
     """A copy of the package in which every recipe is followed. None of them needs another one."""
     tree = tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / "lightrft", tree / "lightrft")
-    shutil.copy(ROOT / "setup.cfg", tree)
+    for name in ("lightrft", "docs", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for path in (ROOT / "setup.cfg", ROOT / "Makefile", *ROOT.glob("*.md")):
+        shutil.copy(path, tree)
     for recipe in RECIPES.values():
         recipe.follow(tree)
     return tree
@@ -133,12 +137,13 @@ def test_the_tests_of_the_recipes_pass_with_the_rules_of_the_house(python):
     tests = [path for recipe in RECIPES.values() for path in recipe.tests]
     assert len(tests) >= len(RECIPES)
     python.run("-m", "pytest", "-q", "-p", "no:xdist", "lightrft/tests/test_layering.py", *tests)
-    python.run("-m", "flake8", *(path for recipe in RECIPES.values() for path in recipe.files))
+    written = [path for recipe in RECIPES.values() for path in recipe.files]
+    python.run("-m", "flake8", *(path for path in written if path.endswith(".py")))
 
 
 def test_a_loss(python, tree, home):
     """Also outside of the package, as a plug-in."""
-    command, = RECIPES["A loss with an option"].commands
+    command, *_ = RECIPES["A loss with an option"].commands
     options, (metrics, ) = train(python, tree, home, command)
     assert options["tanh_width"] == 0.3 and options["policy_loss"] == "tanh_clip"
     assert metrics["policy/optimizer_steps"] == 1 and metrics["policy/grad_norm"] > 0
@@ -146,6 +151,13 @@ def test_a_loss(python, tree, home):
     options, (again, ) = train(python, tree, home, command + " --plugin tanh_clip")
     assert options["tanh_width"] == 0.3 and again["policy/loss"] == metrics["policy/loss"]
     shutil.move(outside, tree / "lightrft" / "algorithms" / "losses" / "tanh_clip.py")
+
+
+def test_a_loss_of_the_package_breaks_no_test(python):
+    _, page, tests = (command.split()[1:] for command in RECIPES["A loss with an option"].commands)
+    python.run(*page)
+    shown = python.run(*tests, "-p", "no:xdist", "-k", CASES)
+    assert int(re.search(r"(\d+) passed", shown)[1]) >= 25
 
 
 def test_its_option_is_like_any_other(python):

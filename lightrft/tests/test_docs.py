@@ -11,6 +11,7 @@ from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
 from lightrft.config.compat import ALIASES, GRANTED, REFUSED
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
+from lightrft.config.tree import extended
 from lightrft.datasets import records, sft_dataset
 from lightrft.datasets.decoding import VIDEO_PIXELS
 from lightrft.datasets.media import MediaRules
@@ -220,7 +221,7 @@ def metric_keys():
                      old_logprobs=-ones, ref_logprobs=-ones, selected=ones.bool())
     metrics = {}
     for name in POLICY_LOSSES:
-        loss = PolicyLoss(AlgorithmConfig(policy_loss=name, dual_clip=3.0), 1.0)
+        loss = PolicyLoss(extended(AlgorithmConfig)(policy_loss=name, dual_clip=3.0), 1.0)
         metrics |= loss(-ones, ones, exp, Denominators(2, 1), 0.0)[1]
     # what the model card shows, and causes, start with them
     prefixes = {"policy/kl", "reward/unscored/", "reward/generated_unscored/"}

@@ -8,12 +8,13 @@ from hypothesis import given, settings, strategies as st
 from lightrft.algorithms import ADVANTAGES
 from lightrft.algorithms.base import action_mask
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.config.tree import extended
 from lightrft.tests.support.ragged import (FIXED, PROFILE, SAMPLES, SEEDS, ours, over, rollout, shuffled,
                                            swapped_in_groups, without_gaps)
 from lightrft.types import Experience
 
 NAMES = ours(ADVANTAGES)
-CONFIGS = st.builds(AlgorithmConfig, gamma=st.sampled_from([1.0, 0.9]), pass_k=st.sampled_from([0, 2, 3]),
+CONFIGS = st.builds(extended(AlgorithmConfig), gamma=st.sampled_from([1.0, 0.9]), pass_k=st.sampled_from([0, 2, 3]),
                     whiten_unbiased=st.booleans())
 
 
@@ -75,7 +76,7 @@ def test_which_estimators_look_beyond_the_group():
     both = Experience.cat([exp, newcomer(7, 0.5), newcomer(7, 3.0), newcomer(8, 1.0)])
 
     def moved(name):
-        cfg = AlgorithmConfig()
+        cfg = extended(AlgorithmConfig)()
         return known(estimate(name, both, cfg)) != pytest.approx(estimate(name, exp, cfg), rel=1e-9, abs=1e-9)
 
     assert {name for name in NAMES if moved(name)} == {name for name in NAMES if ADVANTAGES.get(name).whitens} | {"gpg"}

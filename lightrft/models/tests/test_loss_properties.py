@@ -11,6 +11,7 @@ from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import action_mask
 from lightrft.config.presets import RECIPES
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.config.tree import extended
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import MODES, aggregate, count
 from lightrft.ops.surrogate import safe_log_ratio, sequence_ratio
@@ -33,8 +34,8 @@ NORM, KL_COEF, SEED = 7.0, 0.1, 3
 def config(loss, weight, aggregation, **options):
     mode, by_seqs = aggregation
     read = {option: BOUNDS[option] for option in CORRECTIONS.get(weight).reads}
-    return AlgorithmConfig(policy_loss=loss, rollout_correction=weight, loss_agg_mode=mode, loss_agg_norm_seqs=by_seqs,
-                           **OPTIONS | read | options)
+    return extended(AlgorithmConfig)(policy_loss=loss, rollout_correction=weight, loss_agg_mode=mode,
+                                     loss_agg_norm_seqs=by_seqs, **OPTIONS | read | options)
 
 
 def chosen(exp, new, cfg):

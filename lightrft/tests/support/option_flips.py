@@ -6,6 +6,7 @@ from typing import Any
 
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
+from lightrft.tests.support.own_options import own_options
 from lightrft.tests.support.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
@@ -258,6 +259,7 @@ FLIPS: dict[str, Flip] = {
     "report": Flip(False, files),
     "save_trajectories": Flip(False, files),
     "num_trajectories_to_save": Flip(3, said("uid")),
+    **{name: Flip(value, weights, base) for name, value, base in own_options()},
 }  # yapf: disable
 
 _T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"

@@ -6,6 +6,7 @@ import torch
 
 from lightrft.algorithms.base import POLICY_LOSSES
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.config.tree import extended
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny_task
 from lightrft.tests.support.launch import finish
@@ -108,7 +109,7 @@ def test_losses_that_say_they_skip_have_no_gradient_without_advantage(name):
                      loss_mask=torch.rand(400, generator=generator) < 0.8, advantages=torch.zeros(400),
                      rollout_logprobs=old, selected=torch.rand(400, generator=generator) < 0.2)
     entry = POLICY_LOSSES.get(name)
-    loss, _ = entry.fn(new, exp, AlgorithmConfig(policy_loss=name, dual_clip=3.0))
+    loss, _ = entry.fn(new, exp, extended(AlgorithmConfig)(policy_loss=name, dual_clip=3.0))
     loss[exp.loss_mask].sum().backward()
     assert entry.skips_zero == (not new.grad.any() and entry.selects is None)
 
