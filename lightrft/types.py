@@ -20,7 +20,8 @@ class Prompt:
     ``media`` are keys (``image:`` and a hash, say) of its pictures, videos and sounds, in the order of their
     appearance. What they name is decoded and processed where it is used, and never sent to other ranks. In
     ``token_ids`` every medium has as many tokens as it has features; in ``text`` and ``unexpanded_ids``, for engines
-    that process media themselves, it has one placeholder.
+    that process media themselves, it has one placeholder. ``template_kwargs`` are those with which a chat template
+    rendered the messages (tools, say), for models with a template of their own.
     """
     uid: str
     token_ids: list[int]
@@ -32,6 +33,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     media: tuple[str, ...] = ()
     unexpanded_ids: list[int] = field(default_factory=list)  # empty without media
+    template_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -356,6 +356,8 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--eval_top_p alone; the evaluation has no top_k": ("val_kwargs_top_k", ),
     "--chat_template FILE": ("custom_chat_template", ),
     "--apply_chat_template": ("use_chat_template", ),
+    "--chat_template_kwargs '{\"enable_thinking\": false}'": ("enable_thinking", "apply_chat_template_kwargs",
+                                                              "apply_chat_template_kwargs_enable_thinking"),
     "--init_kl_coef without --use_kl_loss": ("kl_in_reward", ),
     "--lora_sync": ("vllm_enable_lora", ),
     "--lora_rank, which the engine takes over": ("vllm_lora_rank", ),

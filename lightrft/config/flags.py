@@ -80,7 +80,7 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
         target.add_argument(f"--no_{option.name}", dest=option.name, action="store_false", default=argparse.SUPPRESS,
                             help=argparse.SUPPRESS)
         return
-    metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+    metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind_name.upper()
     preset = _PresetAction if quiet and option.preset else None
     if option.many:
         target.add_argument(option.flag, nargs="*", action=preset or _ListAction, type=parse, default=kept,

@@ -140,6 +140,8 @@ class ConversationConfig:
     system_prompt: str | None = option(None, "system message of the conversation", common=True)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own", path="template")
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "variables of the chat template, as a JSON object, e.g. '{\"enable_thinking\": false}'")
     max_pixels: int = option(0, "shrink larger pictures to this many pixels; 0: no limit", within=NON_NEGATIVE)
     seed: int = option(1234, "seed of the answers", within="[0, 4294967295]")
 
@@ -169,5 +171,5 @@ class ChatConfig(InferenceTree):
         """Convert to the tree of the RL trainer. Pictures are files that the user names, wherever they are."""
         c = self.chat
         data = DataConfig(apply_chat_template=True, system_prompt=c.system_prompt, chat_template=c.chat_template,
-                          max_pixels=c.max_pixels, media_root="/")
+                          chat_template_kwargs=c.chat_template_kwargs, max_pixels=c.max_pixels, media_root="/")
         return self._as_config(self.model.pretrain, data, 1, self.engine.temperature, RewardConfig())

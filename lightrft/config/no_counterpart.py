@@ -65,7 +65,7 @@ _REASONS: dict[str, str] = {
     "rewards get all columns of a row":
     "remove_unused_columns label_names",
     "write them into a template: --chat_template FILE":
-    "chat_template_kwargs apply_chat_template_kwargs_enable_thinking response_prefix template_backend",
+    "response_prefix template_backend",
     "rows in a form of your own are a data source of a --plugin (docs/extending.md)":
     "custom_dataset_info custom_cls_path",
     # sampling and engines

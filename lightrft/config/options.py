@@ -1,6 +1,8 @@
 """Declaration of one option, its form as read from a dataclass, and the conversion and checks of its values."""
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 from lightrft.utils.errors import did_you_mean, UserError
 
 TEXTS = ("help", "within", "why", "needs", "hint", "card", "path", "required")  # fields of an option that are text
-EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text",
+            dict: "a JSON object such as {\"name\": true}"}  # yapf: disable
 # intervals of numeric options, for ``within``
 ANY, COUNT, POSITIVE, NON_NEGATIVE, SHARE, PROBABILITY = ("(-inf, inf)", "[1, inf)", "(0, inf)", "[0, inf)", "[0, 1]",
                                                           "(0, 1]")
@@ -29,7 +32,7 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
     """Declare an option of a group: everything that is known about it.
 
     Args:
-        default: its value when nothing sets it; lists are copied per instance.
+        default: its value when nothing sets it; lists and dicts are copied per instance.
         text: its help.
         choices: of a closed set.
         within: the interval of a number, e.g. ``"(0, 1]"``; every numeric option has one.
@@ -51,8 +54,8 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
     metadata = {"help": text, "choices": choices, "within": within, "why": why, "needs": needs, "read_by": read_by,
                 "free": free, "preset": preset, "common": common, "hint": hint, "card": card, "path": path,
                 "required": required}  # yapf: disable
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -105,9 +108,14 @@ class Option:
                                      for name, example in self.needed.items())  # yapf: disable
 
     @property
+    def kind_name(self) -> str:
+        """The word for the type of one item."""
+        return "json" if self.kind is dict else self.kind.__name__
+
+    @property
     def type_name(self) -> str:
         """The type as it is written in tables and help texts."""
-        name = "|".join(self.choices) if self.choices else self.kind.__name__
+        name = "|".join(self.choices) if self.choices else self.kind_name
         return f"{name}, ..." if self.many else name
 
     def convert(self, value: Any) -> Any:
@@ -215,7 +223,20 @@ def _str(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: finite, str: _str}
+def _object(value: Any) -> dict[str, Any] | None:
+    """Convert a mapping, or its JSON text; ``none`` is the empty one."""
+    if isinstance(value, str) and value.lower() != "none":
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            return None
+        return value if isinstance(value, dict) else None
+    if not isinstance(value, Mapping):
+        return {} if value in (None, "none", "None") else None
+    return dict(value) if all(isinstance(name, str) for name in value) else None
+
+
+PARSERS: dict[type, Callable[[Any], Any]] = {bool: _bool, int: _int, float: finite, str: _str, dict: _object}
 
 
 def split_commas(text: str) -> list[str]:
@@ -229,6 +250,8 @@ def show(value: Any) -> str:
         return ",".join(show(item).replace(",", "\\,") for item in value) or "none"
     if isinstance(value, bool) or value is None:
         return str(value).lower()
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 

@@ -1,5 +1,6 @@
 """Options of prompts, for every command that reads them: their sources, columns, media and rendering."""
 from dataclasses import dataclass
+from typing import Any
 
 from lightrft.config.options import NON_NEGATIVE, option, POSITIVE, PROBABILITY
 
@@ -64,6 +65,10 @@ class RenderingConfig(MediaConfig):
         common=True)
     chat_template: str | None = option(
         None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own", path="template")
+    chat_template_kwargs: dict[str, Any] = option(
+        {},
+        "variables of the chat template, as a JSON object, e.g. '{\"enable_thinking\": false}'; those in the column "
+        "chat_template_kwargs of a row win, key by key")
     system_prompt: str | None = option(None, "system message of every prompt; replaces the one of the row")
     input_template: str | None = option(None, "text with one {} that wraps every text prompt")
 

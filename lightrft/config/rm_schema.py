@@ -153,11 +153,12 @@ class JudgeFormat:
 
     Attributes:
         instruction: text of the request, with {prompt}, {first} and {second}.
-        system_prompt, input_template: as the options of these names.
+        system_prompt, input_template, chat_template_kwargs: as the options of these names.
     """
     instruction: str
     system_prompt: str | None = None
     input_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

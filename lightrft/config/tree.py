@@ -34,7 +34,7 @@ def group(cls: type, free: bool = False, extended_in: str = "") -> Any:
 
 def _option(group: str, owner: str, spec: Field, annotation: Any, free: bool) -> Option:
     many = get_origin(annotation) is list
-    inner = get_args(annotation) or (annotation, )
+    inner = (dict, ) if get_origin(annotation) is dict else get_args(annotation) or (annotation, )
     kind = next(t for t in inner if t is not NoneType)
     default = spec.default if spec.default_factory is MISSING else spec.default_factory()
     known = dict(spec.metadata)

@@ -64,7 +64,8 @@ def verdict(text: str) -> str:
 
 def judge_format(cfg: JudgeDataConfig) -> JudgeFormat:
     """Return the format of the requests of a training."""
-    return JudgeFormat(cfg.task_instruction or INSTRUCTION, cfg.system_prompt, cfg.input_template)
+    return JudgeFormat(cfg.task_instruction or INSTRUCTION, cfg.system_prompt, cfg.input_template,
+                       cfg.chat_template_kwargs)
 
 
 def request(instruction: str, prompt: str, first: str, second: str) -> str:

@@ -25,6 +25,7 @@ from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            shows_media, TokenizedDataset, with_media)
+from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 from lightrft.utils.logging import warn_of_all
 
 Answer = str | list[Message]
@@ -64,6 +65,7 @@ class PairRecord:
     margin: float | None
     tie: bool
     heads: dict[str, float]
+    template_kwargs: TemplateKwargs
 
 
 def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = ()) -> PairRecord:
@@ -85,8 +87,9 @@ def to_pair(row: Row, cfg: PairDataConfig, where: str, ends: tuple[str, ...] = (
                         "true, or use --pair_policy skip")
     _check(texts, row, where)
     _check_asked(texts[0], row, cfg, where)
-    prompt, chosen, rejected = texts
-    return PairRecord(with_system(prompt, row, where), chosen, rejected, margin, tie, _heads(row, where))
+    prompt, chosen, rejected = with_system(texts[0], row, where), *texts[1:]
+    kwargs = template_kwargs(row, cfg.apply_chat_template or not isinstance(prompt, str), where)
+    return PairRecord(prompt, chosen, rejected, margin, tie, _heads(row, where), kwargs)
 
 
 def _check(texts: tuple[Answer, Answer, Answer], row: Row, where: str) -> None:
@@ -247,7 +250,8 @@ class PairDataset(TokenizedDataset[Pair]):
         pairs, data, sides = [*records.values()], self._renderer.cfg, list[dict[int, Conversation]]()
         answers_of = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
         for own, answers in zip(side_rows(rows, records, self._cfg), answers_of):
-            chats = [answered(pair.prompt, answer, self._renderer, own.where(i))
+            chats = [replace(answered(pair.prompt, answer, self._renderer, own.where(i)),
+                             template_kwargs=pair.template_kwargs)
                      for i, (pair, answer) in enumerate(zip(pairs, answers))]  # yapf: disable
             for i, chat in enumerate(chats):
                 check_turns(chat, own.where(i))

@@ -134,7 +134,8 @@ class PromptsDataset(MixedDataset[Prompt]):
         before = len(rows)
         rows, records = with_media(rows, records, self._renderer.cfg, self._media)
         workers = self._renderer.cfg.data_workers
-        plain = encode_all(self._renderer, [record.prompt for record in records], workers)
+        plain = encode_all(self._renderer, [record.prompt for record in records], workers,
+                           [record.template_kwargs for record in records])
         prompts = expand_media(records, plain, self._media)
         kept = fitting(rows, [len(prompt.ids) for prompt in prompts], max_len, overlong, "--prompt_max_len")
         self._records += [records[i] for i in kept]
@@ -161,7 +162,8 @@ class PromptsDataset(MixedDataset[Prompt]):
         return Prompt(uid=self._uids[index], token_ids=prompt.ids.tolist(), text=prompt.text,
                       messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,
                       label=record.label, reference=record.reference, columns=record.columns, media=record.media,
-                      unexpanded_ids=prompt.unexpanded)  # yapf: disable
+                      unexpanded_ids=prompt.unexpanded,
+                      template_kwargs=self._renderer.cfg.chat_template_kwargs | record.template_kwargs)
 
 
 def difficulty(row: Row, key: str, where: str) -> float:

@@ -5,11 +5,12 @@ Known schemas: verl and LightRFT ``{data_source, prompt, reward_model, extra_inf
 ``{conversations}``.
 """
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
+from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 
 Message = dict[str, Any]
 
@@ -23,7 +24,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 @dataclass
 class Record:
     """One row in our schema. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards;
-    ``media`` are keys of the media in the messages, in order."""
+    ``media`` are keys of the media in the messages, in order; ``template_kwargs`` of the chat template."""
     prompt: str | list[Message]
     reference: Any
     label: str
@@ -31,6 +32,7 @@ class Record:
     row_id: str | None
     columns: dict[str, Any]
     media: tuple[str, ...] = ()
+    template_kwargs: TemplateKwargs = field(default_factory=dict)
 
 
 def text_of(content: Any) -> str:
@@ -226,10 +228,11 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
         raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
                         "with --input_key, or remove the row")
     row_id, asked = first_value((row, "id"), (row, "uid")), with_system(row[column], row, where)
-    return Record(prompt=normalise_prompt(asked, where), reference=find_reference(row, cfg.reference_key),
-                  label=find_label(row, cfg.label_key), data_source=str(row.get("data_source") or ""),
-                  row_id=None if row_id is None else str(row_id),
-                  columns={key: value for key, value in row.items() if key != column})  # yapf: disable
+    prompt = normalise_prompt(asked, where)
+    return Record(prompt=prompt, reference=find_reference(row, cfg.reference_key), label=find_label(row, cfg.label_key),
+                  data_source=str(row.get("data_source") or ""), row_id=None if row_id is None else str(row_id),
+                  columns={key: value for key, value in row.items() if key != column},
+                  template_kwargs=template_kwargs(row, cfg.apply_chat_template or not isinstance(prompt, str), where))
 
 
 def check_named_columns(rows: Rows, cfg: Any, options: Iterable[str],

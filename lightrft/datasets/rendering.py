@@ -1,8 +1,10 @@
 """Renders prompts to text and token ids, in batches, exactly as the model will see them."""
 import multiprocessing
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.records import joined, Message
 from lightrft.datasets.rows import DataError
+from lightrft.datasets.template_kwargs import check_kwargs, TemplateKwargs
 
 _ASK: Message = {"role": "user", "content": "?"}
 _PROBE = "lightrft"  # a text to find in what a template writes
@@ -21,6 +24,7 @@ class Renderer:
     """Applies the prompt options and the tokenizer's chat template.
 
     Message lists always go through the template; text does so with ``--apply_chat_template``, else it stays unchanged.
+    The keyword arguments of a template are those of ``--chat_template_kwargs``, and over them those of the row.
     The tokenizer is called with ``verbose=False``, because the data sets report overlong rows.
 
     Args:
@@ -33,6 +37,7 @@ class Renderer:
     def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, suffix: str = "") -> None:
         if cfg.input_template is not None and cfg.input_template.count("{}") != 1:
             raise DataError(f"--input_template {cfg.input_template!r} must hold {{}} once, where the prompt goes")
+        check_kwargs(cfg.chat_template_kwargs, "--chat_template_kwargs")
         self.cfg, self.tokenizer, self.suffix = cfg, tokenizer, suffix
         self._dropped: dict[str, bool] = {}
 
@@ -91,13 +96,31 @@ class Renderer:
         system = f"{self.cfg.system_prompt}\n\n" if self.cfg.system_prompt is not None else ""
         return system + self._wrap(prompt) + self.suffix
 
-    def chat_text(self, chats: list[list[Message]], generation_prompt: bool) -> list[str]:
-        """Render chats. Raises :class:`DataError` if there is no template or it refuses the messages."""
-        if not chats:
-            return []
-        return self.apply(chats, tokenize=False, add_generation_prompt=generation_prompt)
+    def chat_text(self, chats: list[list[Message]], generation_prompt: bool,
+                  kwargs: Sequence[TemplateKwargs] = ()) -> list[str]:
+        """Render chats, with the keyword arguments of each.
 
-    def apply(self, chats: list[list[Message]], **options: Any) -> Any:
+        Raises:
+            DataError: there is no template, or it refuses the messages.
+        """
+        rendered = self.apply(chats, kwargs, tokenize=False, add_generation_prompt=generation_prompt)
+        return [text for texts in rendered for text in texts]
+
+    def apply(self, chats: list[list[Message]], kwargs: Sequence[TemplateKwargs] = (), **options: Any) -> Iterator[Any]:
+        """Call ``tokenizer.apply_chat_template`` for each run of chats with the same ``kwargs``, and yield the results.
+
+        Args:
+            kwargs: of each chat, for the template; empty: all have none.
+            options: of the call.
+
+        Raises:
+            DataError: as :meth:`chat_text`.
+        """
+        of_chats = kwargs or [{}] * len(chats)
+        for values, run in groupby(zip(of_chats, chats, strict=True), key=lambda one: one[0]):
+            yield self._applied([chat for _, chat in run], self.cfg.chat_template_kwargs | values | options)
+
+    def _applied(self, chats: list[list[Message]], options: dict[str, Any]) -> Any:
         """Call ``tokenizer.apply_chat_template``; convert its errors to :class:`DataError`."""
         if not self.tokenizer.chat_template:
             raise DataError(
@@ -143,19 +166,22 @@ class Renderer:
         appends_eos = ids[0][-1:] == [eos] and bare[0][-1:] != [eos]
         return [row[:-1] for row in ids] if appends_eos else ids
 
-    def encode_chats(self, chats: list[list[Message]]) -> tuple[list[str], list[list[int]]]:
+    def encode_chats(self, chats: list[list[Message]],
+                     kwargs: Sequence[TemplateKwargs] = ()) -> tuple[list[str], list[list[int]]]:
         """Return text and tokens of chats up to the start of the answer; the template writes all special tokens."""
-        texts = [text + self.suffix for text in self.chat_text(chats, generation_prompt=True)]
+        texts = [text + self.suffix for text in self.chat_text(chats, generation_prompt=True, kwargs=kwargs)]
         if not texts:
             return [], []
         out = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return texts, out.input_ids
 
-    def encode(self, prompts: list[str | list[Message]]) -> list[tuple[str, list[int]]]:
-        """Return text and token ids of prompts of any kind, in order."""
+    def encode(self, prompts: Sequence[str | list[Message]],
+               kwargs: Sequence[TemplateKwargs] = ()) -> list[tuple[str, list[int]]]:
+        """Return text and token ids of prompts of any kind, in order; ``kwargs``: of each, for the chat template."""
         chats = [self.messages(prompt) for prompt in prompts]
         plain = [self.text(prompt) for prompt in prompts if self.messages(prompt) is None]  # type: ignore[arg-type]
-        rendered = iter(zip(*self.encode_chats([chat for chat in chats if chat is not None])))
+        of_chats = [values for values, chat in zip(kwargs, chats) if chat is not None]
+        rendered = iter(zip(*self.encode_chats([chat for chat in chats if chat is not None], of_chats)))
         written = iter(zip(plain, self.encode_text(plain)))
         return [next(written) if chat is None else next(rendered) for chat in chats]
 
@@ -187,12 +213,14 @@ def _content_without(content: Any, ends: tuple[str, ...]) -> Any:
     return [*content[:-1], {**last, "text": without_end(last["text"], ends)}]
 
 
-def encode_all(renderer: Renderer, prompts: list[str | list[Message]], workers: int) -> list[tuple[str, list[int]]]:
+def encode_all(renderer: Renderer, prompts: list[str | list[Message]], workers: int,
+               kwargs: Sequence[TemplateKwargs] = ()) -> list[tuple[str, list[int]]]:
     """Apply ``renderer.encode`` to many prompts, in ``workers`` processes if there is more than one chunk."""
-    chunks = [prompts[i:i + CHUNK] for i in range(0, len(prompts), CHUNK)]
+    starts = range(0, len(prompts), CHUNK)
+    chunks, of_chunks = [prompts[i:i + CHUNK] for i in starts], [kwargs[i:i + CHUNK] for i in starts]
     if workers <= 0 or len(chunks) < 2:
-        parts = [renderer.encode(chunk) for chunk in chunks]
+        parts = [*map(renderer.encode, chunks, of_chunks)]
     else:
         with ProcessPoolExecutor(min(workers, len(chunks)), multiprocessing.get_context("spawn")) as pool:
-            parts = list(pool.map(renderer.encode, chunks))
+            parts = list(pool.map(renderer.encode, chunks, of_chunks))
     return [item for part in parts for item in part]

@@ -1,7 +1,7 @@
 """Data set of demonstrations: token ids, and a loss mask of the assistant's text and its end-of-turn token."""
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from lightrft.datasets.records import (as_chat, check_named_columns, Message, mi
                                        silent, to_messages, with_system)
 from lightrft.datasets.rendering import CHUNK, Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
+from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 
 ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
 Span = tuple[int, int]
@@ -34,12 +35,13 @@ class SFTExample:
 @dataclass
 class Conversation:
     """Messages, keys of their media, and the index of the first turn that may be in the loss; ``pair`` is prompt and
-    answer without chat, ``whole``: all turns are learnt, whoever speaks."""
+    answer without chat, ``whole``: all turns are learnt, whoever speaks; ``template_kwargs`` of the chat template."""
     messages: list[Message] | None
     first: int = 0
     pair: tuple[str, str] = ("", "")
     media: tuple[str, ...] = ()
     whole: bool = False
+    template_kwargs: TemplateKwargs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ def to_conversation(row: Row, renderer: Renderer, where: str, learning: Learning
     Raises:
         DataError: the row has no prompt, or no answer to learn.
     """
+    chat = _conversation(row, renderer, where, learning)
+    return replace(chat, template_kwargs=template_kwargs(row, chat.messages is not None, where))
+
+
+def _conversation(row: Row, renderer: Renderer, where: str, learning: Learning) -> Conversation:
     row = as_chat(row, renderer.cfg.input_key, where)
     column = _demonstration(row, renderer.cfg.input_key, learning.whole, where)
     value, answer = row[column], learning.answer(row)
@@ -172,11 +179,13 @@ class ChatMasker:
         """Return token ids and loss mask of each chat."""
         if not chats:
             return []
+        kwargs = [chat.template_kwargs for chat in chats]
         if self.marked and not any(chat.first or chat.media or chat.whole for chat in chats):
-            out = self.renderer.apply([chat.messages or [] for chat in chats], tokenize=True, return_dict=True,
-                                      return_assistant_tokens_mask=True)
-            return [(ids, [bool(keep) for keep in mask]) for ids, mask in zip(out["input_ids"], out["assistant_masks"])]
-        texts = self.renderer.chat_text([chat.messages or [] for chat in chats], generation_prompt=False)
+            runs = self.renderer.apply([chat.messages or [] for chat in chats], kwargs, tokenize=True, return_dict=True,
+                                       return_assistant_tokens_mask=True)
+            return [(ids, [bool(keep) for keep in mask]) for out in runs
+                    for ids, mask in zip(out["input_ids"], out["assistant_masks"])]  # yapf: disable
+        texts = self.renderer.chat_text([chat.messages or [] for chat in chats], generation_prompt=False, kwargs=kwargs)
         spans = [self.spans(chat, text) for chat, text in zip(chats, texts)]
         for i, chat in enumerate(chats):
             if self.store is not None and chat.media:
@@ -191,14 +200,14 @@ class ChatMasker:
         """Return the character ranges of ``text`` that hold the turns to learn."""
         if chat.whole:
             return [(0, len(text))]
-        messages = chat.messages or []
-        turns = [i for i, turn in enumerate(messages) if i >= chat.first and turn["role"] == "assistant"]
-        return [self._span(messages, turn, text) for turn in turns]
+        turns = [i for i, turn in enumerate(chat.messages or []) if i >= chat.first and turn["role"] == "assistant"]
+        return [self._span(chat, turn, text) for turn in turns]
 
-    def _span(self, messages: list[Message], turn: int, text: str) -> Span:
-        until = self.renderer.chat_text([messages[:turn + 1]], generation_prompt=False)[0]
+    def _span(self, chat: Conversation, turn: int, text: str) -> Span:
+        messages, kwargs = chat.messages or [], [chat.template_kwargs]
+        until = self.renderer.chat_text([messages[:turn + 1]], generation_prompt=False, kwargs=kwargs)[0]
         if turn:
-            before = self.renderer.chat_text([messages[:turn]], generation_prompt=True)[0]
+            before = self.renderer.chat_text([messages[:turn]], generation_prompt=True, kwargs=kwargs)[0]
         else:  # a template may refuse a chat without turns
             before = until.partition(self.renderer.opening or until)[0] + self.renderer.opening
         if not until.startswith(before) or not text.startswith(until):

@@ -5,7 +5,7 @@ labels written in place of the placeholders (Math-Shepherd), and ``{prompt, comp
 """
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import check_named_columns, Message, missing, to_messages, with_system
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
+from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 
 _ADVICE = "Correct or remove the row, or use --step_policy skip"
 
@@ -35,6 +36,7 @@ class Solution:
     prompt: str | list[Message] | None
     steps: list[str]
     labels: list[Any]
+    template_kwargs: TemplateKwargs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
         *steps, _ = row[cfg.input_key].split(str(cfg.placeholder_token))
         labels = row.get(cfg.label_key)
         labels = _written(labels, steps, cfg.reward_tokens, where) if isinstance(labels, str) else labels
-        return _checked(Solution(None, steps, labels or []), cfg, where)
+        return _checked(Solution(None, steps, labels or [], template_kwargs(row, False, where)), cfg, where)
     prompt, texts, labels = row.get("prompt"), row.get("completions"), row.get("labels") or row.get(cfg.label_key)
     if missing(prompt) or not isinstance(texts, list):
         raise DataError(f"{where}: the row has no solution (it has {', '.join(row)}). A row needs {cfg.input_key} (see "
@@ -71,7 +73,8 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     steps = [between * (i > 0) + text.removesuffix(between) for i, text in enumerate(texts)]
     prompt = with_system(prompt, row, where)
     asked = prompt if isinstance(prompt, str) else to_messages(prompt, where)
-    return _checked(Solution(asked, steps, labels or []), cfg, where)
+    kwargs = template_kwargs(row, cfg.apply_chat_template or not isinstance(asked, str), where)
+    return _checked(Solution(asked, steps, labels or [], kwargs), cfg, where)
 
 
 def _check_text(value: Any, name: str) -> None:
@@ -202,7 +205,7 @@ class StepDataset(TokenizedDataset[StepExample]):
         if chat.messages is None:
             text = "" if solution.prompt is None else self._renderer.text(str(solution.prompt))
             return self._renderer.encode_text([text])[0]
-        texts, ids = self._renderer.encode_chats([chat.messages])
+        texts, ids = self._renderer.encode_chats([chat.messages], [solution.template_kwargs])
         return self._media.encode(texts[0], chat.media) if self._media is not None and chat.media else ids[0]
 
 

@@ -1,6 +1,6 @@
 """Rows that have their responses already: ``--eval_task rm`` scores them without generating."""
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateDataConfig
@@ -8,6 +8,7 @@ from lightrft.config.options import finite
 from lightrft.datasets.records import (find_label, find_reference, Message, missing, prompt_column, text_of,
                                        to_messages, with_system)
 from lightrft.datasets.rows import DataError, load_rows, Row
+from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 from lightrft.inference.generation import score_groups, unscored
 from lightrft.inference.row_files import RowFiles
 from lightrft.rewards.base import RewardInput
@@ -17,9 +18,11 @@ from lightrft.strategy.base import StrategyBase
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """A row with ``input`` and ``output`` as text, and its prompt as a chat, if it is one."""
+    """A row with ``input`` and ``output`` as text, and its prompt as a chat, if it is one, with the keyword arguments
+    of its chat template."""
     row: Row
     messages: list[Message]
+    template_kwargs: TemplateKwargs = field(default_factory=dict)
 
 
 def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]:
@@ -71,7 +74,8 @@ def _response(row: Row, cfg: GenerateDataConfig, where: str, added: Row) -> Answ
                         f"{', '.join(row)}). Name its column with --output_key, or remove the row")
     text = value if isinstance(value, str) else "\n".join(text_of(turn["content"]) for turn in turns)
     chat = turns or ([{"role": "user", "content": text}] if cfg.apply_chat_template else [])
-    return AnsweredRow(unscored(row) | {"input": text, "output": output} | added, chat)
+    kwargs = cfg.chat_template_kwargs | template_kwargs(row, True, where) if chat else {}
+    return AnsweredRow(unscored(row) | {"input": text, "output": output} | added, chat, kwargs)
 
 
 def reward_input_of(answered: AnsweredRow, cfg: GenerateDataConfig) -> RewardInput:
@@ -80,7 +84,7 @@ def reward_input_of(answered: AnsweredRow, cfg: GenerateDataConfig) -> RewardInp
     columns: dict[str, Any] = {name: value for name, value in row.items() if name not in (cfg.output_key, "output")}
     return RewardInput(row["input"], row["output"], answered.messages, data_source=str(row.get("data_source") or ""),
                        label=find_label(row, cfg.label_key), reference=find_reference(columns, cfg.reference_key),
-                       columns=columns)  # yapf: disable
+                       columns=columns, template_kwargs=answered.template_kwargs)  # yapf: disable
 
 
 def score_responses(strategy: StrategyBase, rows: Sequence[AnsweredRow], cfg: GenerateDataConfig, files: RowFiles,

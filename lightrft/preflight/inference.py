@@ -148,7 +148,7 @@ def _no_sampling(c: GenerateConfig) -> Iterator[str]:
     """Yield the options that only generation reads; of the scored rows the prompts are text already, or chats that a
     reward model, here or on a server, renders by its own template, and media are not read."""
     rendering = ("chat_template", "system_prompt", "input_template", "enable_csft", "overlong_prompt", "data_workers")
-    bare = () if c.scoring.models or c.scoring.urls else ("apply_chat_template", )
+    bare = () if c.scoring.models or c.scoring.urls else ("apply_chat_template", "chat_template_kwargs")
     read = {*vars(c.engine), *vars(MediaConfig()), *rendering, *bare}
     yield from if_set(c, read, "has no effect with --eval_task rm, which generates nothing; drop it")
 

@@ -11,7 +11,7 @@ TRANSIENT = ("unreachable", "http_status", "timeout", "worker_died", "shutdown")
 @dataclass(frozen=True)
 class RewardInput:
     """One response with all data of its row. ``response`` never contains the prompt; ``media``: keys of those in the
-    messages, in order."""
+    messages, in order; ``template_kwargs``: for the chat template of a model that renders the messages."""
     prompt: str
     response: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -20,6 +20,7 @@ class RewardInput:
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     media: tuple[str, ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -183,8 +183,10 @@ class ComparingJudge(GenerativeReward):
 
     def __init__(self, path: str, form: JudgeFormat, cfg: RewardConfig, setup: ScorerSetup) -> None:
         self.form = form
-        super().__init__(path, cfg, setup,
-                         DataConfig(system_prompt=form.system_prompt, input_template=form.input_template))
+        super().__init__(
+            path, cfg, setup,
+            DataConfig(system_prompt=form.system_prompt, input_template=form.input_template,
+                       chat_template_kwargs=form.chat_template_kwargs))
 
     def ask(self, items: list[RewardInput]) -> list[Asked]:
         """Implement :meth:`GenerativeReward.ask`: one request per comparison of different texts."""

@@ -52,7 +52,8 @@ class StepReward(ModelReward[ProcessRewardModel]):
     def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:
         """Implement :meth:`ModelReward.encode`: as in training, a placeholder after every step."""
         reader = self.reader
-        prompts = reader.renderer.encode([reader.prompt(item) for item in items])
+        prompts = reader.renderer.encode([reader.prompt(item) for item in items],
+                                         [item.template_kwargs for item in items])
         heads = [reader.ids(text, ids, keys) for (text, ids), keys in zip(prompts, media)]
         steps = [split_steps(item.response, self.form, self.separator) for item in items]
         return encode_steps(heads, steps, self.placeholder, reader.renderer.tokenizer)

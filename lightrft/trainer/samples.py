@@ -43,7 +43,8 @@ def sampling_params(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> S
 def reward_input(prompt: Prompt, response: str) -> RewardInput:
     """Build the input of a reward; ``response`` never contains the prompt."""
     return RewardInput(prompt=prompt.text, response=response, messages=prompt.messages, data_source=prompt.data_source,
-                       label=prompt.label, reference=prompt.reference, columns=prompt.columns, media=prompt.media)
+                       label=prompt.label, reference=prompt.reference, columns=prompt.columns, media=prompt.media,
+                       template_kwargs=prompt.template_kwargs)
 
 
 @dataclass

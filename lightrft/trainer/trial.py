@@ -305,7 +305,7 @@ def _prompted(record: Record, config: Config, tokenizer: Any) -> tuple[str, list
         return renderer.text(str(record.prompt)), []
     if tokenizer is None:
         return "\n".join(text_of(turn["content"]) for turn in messages), messages
-    return renderer.chat_text([messages], generation_prompt=True)[0], messages
+    return renderer.chat_text([messages], True, [record.template_kwargs])[0], messages
 
 
 def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
@@ -318,7 +318,7 @@ def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
     """
     prompt, messages = _prompted(record, config, tokenizer)
     row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
-                      record.media)
+                      record.media, config.data.chat_template_kwargs | record.template_kwargs)
     known = not missing(record.reference)
     row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
     asked = f"{where}, {f'answered with its reference ({quoted(row.response)})' if known else 'with an empty response'}"

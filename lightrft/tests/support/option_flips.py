@@ -298,6 +298,7 @@ SHOWN: dict[str, str] = {
     "difficulty_min": _D + "test_difficulty.py::test_rows_outside_are_left_out_and_counted",
     "difficulty_max": _D + "test_difficulty.py::test_rows_outside_are_left_out_and_counted",
     "chat_template": _D + "test_prompts_dataset.py::test_chat_options",
+    "chat_template_kwargs": _D + "test_template_kwargs.py::test_keyword_arguments_of_option_and_row_reach_the_template",
     "system_prompt": _D + "test_prompts_dataset.py::test_chat_options",
     "overlong_prompt": _D + "test_prompts_dataset.py::test_too_long_prompts",
     "data_workers": _D + "test_prompts_dataset.py::test_worker_processes_give_the_same_prompts",

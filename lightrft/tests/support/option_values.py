@@ -1,10 +1,10 @@
 """Another valid value for every option of a tree, as the words after its flag and as a Python value."""
 from typing import Any
 
-from lightrft.config.options import Option
+from lightrft.config.options import Option, show
 from lightrft.config.tree import options
 
-SAMPLES = {bool: True, int: 7, float: 0.25, str: "other"}
+SAMPLES = {bool: True, int: 7, float: 0.25, str: "other", dict: {"other": [1, None]}}
 
 
 def other_value(option: Option) -> Any:
@@ -22,7 +22,7 @@ def words(option: Option, value: Any) -> list[str]:
     """The command line that sets ``value``."""
     if option.kind is bool:
         return [option.flag if value else f"--no_{option.name}"]
-    return [option.flag, *(map(str, value) if option.many else [str(value)])]
+    return [option.flag, *(map(str, value) if option.many else [show(value) if option.kind is dict else str(value)])]
 
 
 def every_option(tree: type) -> list[Option]:

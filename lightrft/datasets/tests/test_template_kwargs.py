@@ -1,0 +1,109 @@
+"""Tools and further variables of chat templates: from columns and options into the tokens of every kind of row."""
+import json
+
+import pytest
+
+from lightrft.config.offline_schema import PairDataConfig
+from lightrft.config.preference_schema import JudgedDataConfig
+from lightrft.config.rm_schema import StepDataConfig
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.judged import JudgedDataset
+from lightrft.datasets.preferences import PairDataset
+from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.datasets.rows import DataError, hold_rows
+from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.datasets.steps import StepDataset
+from lightrft.datasets.template_kwargs import template_kwargs
+from lightrft.tests.support import field
+
+TOKENIZER = field.field_tokenizer()
+THOUGHT = "<think>\n\n</think>\n\n"
+SCHEMA = field.rows("tools_prompt")[0]["tools"][0]
+ASKED, SAID = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+
+
+def prompts(*rows, **options):
+    return PromptsDataset(DataConfig(prompt_data=[hold_rows(rows)], **options), TOKENIZER, 500, scored=False)
+
+
+def demonstrations(*rows, **options):
+    return SFTDataset(DataConfig(prompt_data=[hold_rows(rows)], **options), TOKENIZER, 500)
+
+
+def texts_of(kind, row, **options):
+    """The tokens of a row in the data set of each trainer, as text."""
+    if kind == "prompt":
+        return [TOKENIZER.decode(prompts(row | {"prompt": [ASKED]}, **options)[0].token_ids)]
+    if kind == "sft":
+        return [TOKENIZER.decode(demonstrations(row | {"messages": [ASKED, SAID]}, **options)[0].token_ids)]
+    if kind == "pair":
+        cfg = PairDataConfig(train_data=[hold_rows([row | {"prompt": [ASKED], "chosen": "2", "rejected": "3"}])])
+        pair = PairDataset(replaced(cfg, options), TOKENIZER)[0]
+        return [TOKENIZER.decode(side.token_ids) for side in (pair.chosen, pair.rejected)]
+    if kind == "judged":
+        rows = [row | {"prompt": [ASKED | {"content": text}], "output": "2", "label": True} for text in "ab"]
+        judged = JudgedDataset(replaced(JudgedDataConfig(train_data=[hold_rows(rows)]), options), TOKENIZER)[0]
+        return [TOKENIZER.decode(side.token_ids) for side in (judged.answer, judged.mismatched)]
+    rows = [row | {"prompt": [ASKED], "completions": ["2"], "labels": [1.0]}]
+    cfg = StepDataConfig(train_data=[hold_rows(rows)], placeholder_token="#", reward_tokens=["+", "-"])
+    return [TOKENIZER.decode(StepDataset(replaced(cfg, options), TOKENIZER)[0].token_ids)]
+
+
+def replaced(cfg, options):
+    vars(cfg).update(options)
+    return cfg
+
+
+@pytest.mark.parametrize("kind", ["prompt", "sft", "pair", "judged", "steps"])
+@pytest.mark.parametrize("column", [[SCHEMA], json.dumps([SCHEMA]), [SCHEMA["function"]], [json.dumps(SCHEMA)], SCHEMA])
+def test_tools_are_in_the_tokens_before_the_users_turn(kind, column):
+    head = f"<|im_start|>system\n{json.dumps(SCHEMA)}\n<|im_end|>\n<|im_start|>user\n"
+    assert all(text.startswith(head) for text in texts_of(kind, {"tools": column}))
+
+
+@pytest.mark.parametrize("kind", ["prompt", "steps"])
+def test_keyword_arguments_of_option_and_row_reach_the_template(kind):
+    """Those of a row win, key by key."""
+    off, on = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (False, True))
+    verl = {"enable_thinking": False}
+    cases = [({}, {}), (off, {}), ({}, off), (on, off), (off, on), (verl, on), (on | verl, {})]
+    thoughts = [texts_of(kind, row, **options)[0].count(THOUGHT) for row, options in cases]
+    assert thoughts == [0, 1, 1, 0, 1, 1, 0]
+    assert prompts({"prompt": [ASKED]} | off, chat_template_kwargs={"a": 1})[0].template_kwargs == {
+        "a": 1, "enable_thinking": False}  # yapf: disable
+
+
+def test_rows_with_other_variables_keep_their_order():
+    rows = [{"prompt": [ASKED | {"content": str(i)}], "enable_thinking": bool(i % 3)} for i in range(9)]
+    found = [(prompt.messages[0]["content"], THOUGHT in prompt.text) for prompt in prompts(*rows)]
+    assert found == [(str(i), not i % 3) for i in range(9)]
+
+
+@pytest.mark.parametrize("row, told", [
+    ({"tools": "get_weather"}, "column 'tools' is 'get_weather', which is not JSON"),
+    ({"tools": [3]}, "column 'tools' holds 3: expected schemas"),
+    ({"tools": [{"type": "function"}]}, "expected schemas"),
+    ({"chat_template_kwargs": [1]}, "expected an object"),
+    ({"chat_template_kwargs": "x"}, "not JSON"),
+    ({"chat_template_kwargs": {"tools": [], "add_generation_prompt": False}}, "sets add_generation_prompt, tools"),
+])
+def test_columns_that_hold_something_else(row, told):
+    with pytest.raises(DataError, match=f"there: .*{told}"):
+        template_kwargs(row, True, "there")
+
+
+def test_texts_that_are_not_rendered_have_no_place_for_tools():
+    with pytest.raises(DataError, match="row 1: the row has tools for a chat template.*--apply_chat_template"):
+        prompts({"prompt": "1+1?", "tools": [SCHEMA]})
+    assert "get_weather" in prompts({"prompt": "1+1?", "tools": [SCHEMA]}, apply_chat_template=True)[0].text
+    with pytest.raises(DataError, match="--chat_template_kwargs sets tokenize"):
+        prompts({"prompt": [ASKED]}, chat_template_kwargs={"tokenize": False})
+
+
+@pytest.mark.parametrize("empty", [None, [], "", "[]"])
+def test_no_tools(empty):
+    assert template_kwargs({"tools": empty, "chat_template_kwargs": None, "functions": "sin"}, False, "") == {}
+    functions = [{"name": "f", "parameters": {"type": "object", "properties": {"a": None}}}]
+    bare = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert template_kwargs({"tools": empty, "functions": functions}, True,
+                           "") == {"tools": [{"type": "function", "function": bare}]}
