@@ -16,6 +16,7 @@ from lightrft.config.options import split_commas
 from lightrft.config.schema import Config
 from lightrft.rewards.base import REWARDS
 from lightrft.utils.errors import end_in_one_line, UserError
+from lightrft.utils.hub import read_pretrained
 from lightrft.utils.tables import of_fixed_data
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ class Run:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load its tokenizer."""
         from transformers import AutoTokenizer
-        return AutoTokenizer.from_pretrained(self.folder / "hf")
+        return read_pretrained(AutoTokenizer, self.folder / "hf")
 
     def processor(self) -> "ProcessorMixin":
         """Load the processor of a vision or audio model."""
         from transformers import AutoProcessor
-        return AutoProcessor.from_pretrained(self.folder / "hf")
+        return read_pretrained(AutoProcessor, self.folder / "hf")
 
 
 class _Training(ABC):

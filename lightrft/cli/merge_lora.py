@@ -3,11 +3,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TYPE_CHECKING
 
 from lightrft.cli.export import check_empty
 from lightrft.config.cli import exit_on_config_error
 from lightrft.utils.errors import first_line, UserError
+from lightrft.utils.hub import MORE_THAN_TENSORS, model_folder, read_pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +45,24 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
             ``out`` is not empty.
     """
     import torch
+
+    from lightrft.models.adapter_folder import without_adapter
+    check_empty(out)
+    if not (adapter / "adapter_config.json").is_file():
+        raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
+    with without_adapter(model) as base:
+        _merge(base, adapter, out, is_rm, torch.bfloat16 if bf16 else torch.float32)
+
+
+def _merge(model: str, adapter: Path, out: Path, is_rm: bool, dtype: "torch.dtype") -> None:
+    """Write the merged model, whose folder ``model`` holds no adapter."""
+    import torch
     from transformers import AutoConfig
 
     from lightrft.models.loader import load_exported, takes_media
     from lightrft.models.reward_model import JUDGE, SCORES, STEPS
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
-    check_empty(out)
-    if not (adapter / "adapter_config.json").is_file():
-        raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
-    dtype = torch.bfloat16 if bf16 else torch.float32
     trained = _read(adapter / MODEL_CONFIG) if (adapter / MODEL_CONFIG).is_file() else {}
     if SCORES in trained:
         if not is_rm:
@@ -111,8 +121,13 @@ def _untie(base: "PreTrainedModel", adapter: Path) -> None:
 def _brought(adapter: Path) -> "dict[str, torch.Tensor]":
     """Return the tensors of an adapter, by the names of PEFT without those of its wrappers."""
     from peft.utils.save_and_load import load_peft_weights
-    return {name.removeprefix("base_model.model."): tensor
-            for name, tensor in load_peft_weights(str(adapter), device="cpu").items()}  # yapf: disable
+    try:
+        tensors = load_peft_weights(str(adapter), device="cpu")
+    except UnpicklingError as error:
+        raise UserError(f"--lora_path {adapter}: adapter_model.bin is no plain pickle of tensors: "
+                        f"{MORE_THAN_TENSORS}") \
+            from error
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
 
 
 def _with_one_score(model: str, adapter: Path) -> "PretrainedConfig":
@@ -161,7 +176,8 @@ def _classifier(model: str, adapter: Path) -> "PreTrainedModel":
     brought = _brought(adapter)
     count = {"num_labels": len(brought["score.weight"])} if "score.weight" in brought else {}
     try:
-        hf, info = Family.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **count)
+        hf, info = read_pretrained(Family,
+                                   model_folder(model) or model, dtype=torch.float32, output_loading_info=True, **count)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--model_path {model}: cannot be loaded as a sequence classifier with the head of {adapter}: "
                         f"{first_line(error)}") from error

@@ -43,7 +43,7 @@ ENGINES: dict[str, EngineFacts] = {
         }, ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
             "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
             "*_context_parallel_size", "nnodes", "node_rank", "*lora*", "spec*", "logits_processors",
-            "watermark_config", "hf_overrides")),
+            "watermark_config", "hf_overrides", "trust_remote_code")),
     "sglang": EngineFacts(
         "SGLang", f"{install_command('sglang')}, in an environment without vLLM",
         "from sglang.srt.entrypoints.engine import Engine", 1e-6, "chunked_prefill_size=4096", {
@@ -54,7 +54,7 @@ ENGINES: dict[str, EngineFacts] = {
             "quantization": "--engine_quantization",
         }, ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
             "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
-            "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*")),
+            "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*", "trust_remote_code")),
 }  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory

@@ -30,6 +30,7 @@ from lightrft.datasets.waveform import Waveform
 from lightrft.types import MediaTensors
 from lightrft.utils.byte_cache import ByteCache, OncePerKey
 from lightrft.utils.errors import first_line, install_command, UserError
+from lightrft.utils.hub import read_pretrained
 
 _MIB = 1 << 20
 _STILL = "The video has one frame: raise --fps if it is a file, write it as a picture, or remove the row"
@@ -46,7 +47,7 @@ def open_store(path: str, tokenizer: PreTrainedTokenizerBase, cfg: MediaConfig, 
         UserError: the processor cannot be loaded.
     """
     try:
-        processor: Any = AutoProcessor.from_pretrained(path)
+        processor: Any = read_pretrained(AutoProcessor, path)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load the processor of {path!r}: {first_line(error)}. Copy the model's processor "
                         f"files there; missing packages are installed by {install_command('vl')}") from error

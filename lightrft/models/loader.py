@@ -17,10 +17,12 @@ from lightrft.config.schema import ModelConfig, PolicyModelConfig
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality, MediaModality
+from lightrft.models.adapter_folder import refuse_adapter, refuse_loaded_adapter
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
 from lightrft.models.freezing import freeze, frozen_names
+from lightrft.models.generation_config import replacement
 from lightrft.models.liger import apply_liger
 from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
@@ -30,7 +32,7 @@ from lightrft.models.towers import Tower
 from lightrft.models.weight_files import name_as_published, Place, StandIns, stand_ins, WeightFiles
 from lightrft.utils.errors import first_line, UserError
 from lightrft.utils.env import total_memory
-from lightrft.utils.hub import model_folder
+from lightrft.utils.hub import model_folder, read_pretrained
 from lightrft.utils.tensors import to_meta
 
 Model = TypeVar("Model", bound=PackedModel)
@@ -136,7 +138,9 @@ def load_exported(path: str, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     scores = (config.architectures or [""])[0].endswith("ForSequenceClassification")
     family = AutoModelForSequenceClassification if scores else modality_of(config, path).auto_class
     part = {"config": config} if config.model_type == "qwen2_5_omni_thinker" else {}  # perhaps of a whole model
-    return name_as_published(family.from_pretrained(path, dtype=dtype, **part))
+    return name_as_published(
+        read_pretrained(family,
+                        model_folder(path) or path, dtype=dtype, **part, **replacement(path)))
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -167,7 +171,7 @@ def _without_data(path: str) -> tuple[PreTrainedModel, ActorModality]:
     config = read_config(path)
     modality = modality_of(config, path)
     with torch.device("meta"):
-        return modality.auto_class.from_config(config), modality
+        return modality.auto_class.from_config(config, trust_remote_code=False), modality
 
 
 def takes_media(path: str) -> bool:
@@ -243,12 +247,14 @@ def _chosen(path: str | None, flag: str) -> str:
 def read_config(path: str) -> PretrainedConfig:
     """Read the config.json of the model at ``path``, without dropout; of Qwen2.5-Omni that of its thinker."""
     folder = model_folder(path)
+    if folder is not None:
+        refuse_adapter(path, folder)
     if folder is not None and not (folder / "config.json").is_file():
         run = (folder / "hf" / "config.json").is_file()
         raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder. " + (
             f"Give {folder / 'hf'}, the model of this run" if run else "lightrft export writes one from a checkpoint"))
     try:
-        config = AutoConfig.from_pretrained(folder or path)
+        config = read_pretrained(AutoConfig, folder or path)
     except (OSError, ValueError, KeyError) as error:
         where = "" if folder else " (no such folder, so it was taken for a hub id)"
         raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
@@ -311,9 +317,10 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
     """Load the model with its weights; only the parameters ``new`` may be missing."""
     try:
         with _quiet():
-            hf, info = auto_class.from_pretrained(
-                model_folder(path) or path, config=config, dtype=dtype, output_loading_info=True,
-                ignore_mismatched_sizes=True, **kwargs)  # they raise below, with their names
+            hf, info = read_pretrained(auto_class,
+                                       model_folder(path) or path, config=config,
+                                       dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+                                       **replacement(path), **kwargs)  # they raise below, with their names
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot load the weights of {path!r}: {first_line(error)}") from error
     for name, stored, wanted in sorted(info["mismatched_keys"]):
@@ -325,6 +332,7 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
         raise UserError(
             f"the checkpoint {path!r} lacks {len(missing)} tensors of {type(hf).__name__}, first {missing[0]!r}")
     check_class(hf, path)
+    refuse_loaded_adapter(path, hf)
     return _Loaded(hf, set(info["missing_keys"]), set(info["unexpected_keys"]))
 
 

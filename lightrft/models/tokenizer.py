@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
+from transformers import AutoProcessor, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from lightrft.models.generation_config import declared, fault, NAME, valid_part
 from lightrft.models.loader import logit_count, takes_media
 from lightrft.utils.errors import did_you_mean, first_line, UserError
-from lightrft.utils.hub import model_folder
+from lightrft.utils.hub import model_folder, read_pretrained
 from lightrft.utils.logging import get_logger, warn_of_all
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -52,7 +53,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
         raise UserError(
             f"{path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder or path)
+        tokenizer = read_pretrained(AutoTokenizer, folder or path)
     except (OSError, ValueError, KeyError) as error:
         absent = "" if folder else f"no such folder{_nearest(path)}, and on the hub: "
         raise UserError(f"cannot load the tokenizer of {path!r}: {absent}{first_line(error)}") from error
@@ -80,13 +81,14 @@ def _check_ends(path: str, folder: Path | None, tokenizer: PreTrainedTokenizerBa
         raise UserError(f"the tokenizer of {path!r} ends responses with {tokenizer.eos_token!r}, token {own}, which "
                         f"the model with its {known} tokens can neither draw nor read: copy the model's own tokenizer "
                         "files there, or set another \"eos_token\" in tokenizer_config.json")
-    try:
-        declared = GenerationConfig.from_pretrained(folder or path).eos_token_id
-    except (OSError, ValueError):  # it has none
-        return
-    absent = [str(one) for one in (declared if isinstance(declared, list) else [declared]) if one and one >= known]
+    values = declared(path)
+    if problem := fault(values):
+        _, names = valid_part(values)
+        warn_of_all(f"{NAME} of {path} is invalid ({problem}): exports leave out {', '.join(names)}")
+    ends = values.get("eos_token_id")
+    absent = [str(one) for one in (ends if isinstance(ends, list) else [ends]) if one and one >= known]
     if absent:
-        warn_of_all(f"generation_config.json of {path} names the end token {', '.join(absent)}, which the model with "
+        warn_of_all(f"{NAME} of {path} names the end token {', '.join(absent)}, which the model with "
                     f"its {known} tokens does not have: responses end with the others, such as "
                     f"{tokenizer.eos_token!r}. Correct its eos_token_id")
 
@@ -118,7 +120,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) 
     if not takes_media(str(folder)):
         return
     try:
-        processor: Any = AutoProcessor.from_pretrained(base)
+        processor: Any = read_pretrained(AutoProcessor, base)
     except (OSError, ValueError, ImportError) as error:
         get_logger().warning(f"the export has no processor, because the processor of {base} does not load: "
                              f"{first_line(error)}")

@@ -6,6 +6,8 @@ import re
 import socket
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -13,7 +15,31 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 _BLOCK = 1 << 24  # bytes
+MORE_THAN_TENSORS = (
+    "reading it could run code. If you trust it, load it with the program that wrote it, and write the "
+    "tensors as safetensors")
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+
+
+def read_pretrained(kind: Any, path: str | Path, **kwargs: Any) -> Any:
+    """Return ``kind.from_pretrained(path)``, where ``kind`` is a class of transformers; code beside the files never
+    runs.
+
+    Without the flag, transformers asks on the console whether it may run that code.
+
+    Raises:
+        UserError: the files can be read by code of their own only, or are pickles of more than tensors.
+    """
+    try:
+        return kind.from_pretrained(path, trust_remote_code=False, **kwargs)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(f"{path} needs Python code of its own (auto_map in its .json files), and lightrft never runs "
+                        "code of a model. Use a model of a family that transformers has") from error
+    except UnpicklingError as error:
+        raise UserError(f"{path} holds a file of weights that is no plain pickle of tensors: {MORE_THAN_TENSORS}") \
+            from error
 
 
 def looks_local(path: str) -> bool:

@@ -223,7 +223,7 @@ def _empty_copy(actor: ActorLanguage, device: torch.device, dtype: torch.dtype) 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         config = copy.deepcopy(actor.hf_model.config)
         model = actor.modality.auto_class.from_config(config, attn_implementation=actor.modality.attention(config),
-                                                      dtype=dtype)
+                                                      dtype=dtype, trust_remote_code=False)
     actor.modality.adapt(model)
     use_onednn(model)
     return model.to(device).requires_grad_(False)

@@ -1,0 +1,50 @@
+"""Folders that hold an adapter beside a model: transformers would load both and train one of them."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import PreTrainedModel
+
+from lightrft.utils.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def refuse_adapter(path: str, folder: Path) -> None:
+    """Raise UserError if the ``folder`` of the model ``path`` holds an adapter, with the command that merges it."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        whole = (folder / "config.json").is_file()
+        raise UserError(
+            _both(path) if whole else f"{path!r} is an adapter without its model ({ADAPTER_CONFIG}, and no "
+            f"config.json). Merge the two: {_merging('MODEL', path)}, then give OUT")
+
+
+def refuse_loaded_adapter(path: str, hf: PreTrainedModel) -> None:
+    """Raise UserError if transformers has found an adapter beside the model ``path`` of the hub."""
+    if vars(hf).get("_hf_peft_config_loaded"):
+        raise UserError(_both(path))
+
+
+def _both(path: str) -> str:
+    return (f"{path!r} holds a model and an adapter ({ADAPTER_CONFIG}), so it does not say which of the two is meant. "
+            f"Merge them: {_merging(path, path)}, then give OUT; for the model alone, move the adapter's files away")
+
+
+def _merging(model: str, adapter: str) -> str:
+    return f"lightrft merge_lora --model_path {model} --lora_path {adapter} --output_path OUT"
+
+
+@contextmanager
+def without_adapter(path: str) -> Iterator[str]:
+    """Context with the path of the model at ``path`` alone: ``path`` itself, or, for a folder that holds an adapter
+    too, a folder of links to its other files."""
+    folder = Path(path).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file() or not (folder / "config.json").is_file():
+        yield path
+        return
+    with TemporaryDirectory(prefix="lightrft-model-") as alone:
+        for file in folder.resolve().iterdir():
+            if not file.name.startswith("adapter_"):
+                (Path(alone) / file.name).symlink_to(file)
+        yield alone
