@@ -54,7 +54,7 @@ def joined(content: Any) -> Any:
 def missing(value: Any) -> bool:
     """Return True for an empty value: null, NaN, blank text, an empty list or object."""
     empty = isinstance(value, str) and not value.strip() or isinstance(value, float) and value != value
-    return value is None or empty or value == [] or value == {}
+    return value is None or empty or isinstance(value, (list, dict)) and not value
 
 
 def silent(turn: Message) -> bool:

@@ -3,6 +3,7 @@ import codecs
 import csv
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,10 @@ def _read_json(file: Path) -> list[Row]:
 
 
 def as_row(row: Any, where: str) -> Row:
-    """Return ``row``, which must be a dict; ``where`` locates it in the error."""
-    if not isinstance(row, dict):
+    """Return ``row`` as a dict, which it must be, or another mapping; ``where`` locates it in the error."""
+    if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row must be an object of named columns, not {type(row).__name__}")
-    return row
+    return row if isinstance(row, dict) else dict(row)
 
 
 def _read_csv(file: Path) -> list[Row]:

@@ -1,7 +1,9 @@
 """Reads files, folders and hub ids into rows (dicts). Errors name the file, the row and the remedy."""
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ import pyarrow as pa
 from PIL import Image
 
 from lightrft.datasets.folders import files_of_split
+from lightrft.datasets.plain_values import PLAIN, plain_row
 from lightrft.datasets.row_formats import as_row, DataError, READERS, Row
 from lightrft.utils.hub import prefer_cache_without_network
 
-_PLAIN = {str, int, float, bool, type(None)}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -77,9 +79,10 @@ _IN_MEMORY: dict[str, list[Row]] = {}
 def hold_rows(rows: Iterable[Row]) -> str:
     """Keep rows of this program in memory, and return the entry under which :func:`load_rows` finds them.
 
+    Values of numpy, pandas and torch become those that a file would give (:func:`plain_row`).
     Its name is a hash of their content: a run resumes on the same rows, and other rows are another entry.
     """
-    held = [as_row(row, f"row {number}") for number, row in enumerate(rows, start=1)]
+    held = [plain_row(as_row(row, f"row {number}")) for number, row in enumerate(rows, start=1)]
     digest = hashlib.blake2b(digest_size=8)
     for row in held:
         digest.update(repr(_content(row)).encode())
@@ -92,12 +95,12 @@ def _content(value: Any) -> Any:
 
     The ``repr`` of the result is the same in every process for equal values.
     """
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if isinstance(value, Mapping):
         return {name: _content(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return value if {*map(type, value)} <= _PLAIN else [_content(one) for one in value]
+        return value if {*map(type, value)} <= PLAIN else [_content(one) for one in value]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return "bytes", _hash(value)
     if isinstance(value, Image.Image):
@@ -154,10 +157,24 @@ def load_rows(spec: str, split: str = "train") -> Rows:
         rows = _read_named(path, data_dir, split)
     if not rows:
         raise DataError(f"{spec}: holds no rows. Write the data again or name another file")
+    rows.rows = [_with_objects(row) for row in rows.rows]
     _check_types(rows)
     _check_texts(rows)
     _check_ids(rows)
     return rows
+
+
+_OBJECTS = ("extra_info", "reward_model")  # columns of verl that some programs write as JSON texts
+
+
+def _with_objects(row: Row) -> Row:
+    """Return a row with objects in place of their JSON texts in the columns of verl that hold objects."""
+    texts = [name for name in _OBJECTS if isinstance(row.get(name), str) and row[name].lstrip().startswith("{")]
+    objects = {}
+    for name in texts:
+        with suppress(ValueError):
+            objects[name] = json.loads(row[name])
+    return row | objects if objects else row
 
 
 def _split_spec(spec: str) -> tuple[str, str]:

@@ -19,7 +19,8 @@ from lightrft.inference.row_files import Row, RowFiles
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_entry, parse_models
-from lightrft.trainer.samples import sampling_params
+from lightrft.rewards.validation import check_references
+from lightrft.trainer.samples import reward_input, sampling_params
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import model_digest
@@ -88,6 +89,8 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     Returns:
         False if a stop request has ended it early.
     """
+    if rewards is not None:
+        check_references(rewards, (reward_input(prompt, "") for prompt in prompts))
     rollout = model.config.rollout
     sampling, samples = sampling_params(rollout, model.tokenizer), rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)

@@ -13,6 +13,7 @@ from lightrft.inference.generation import score_groups, unscored
 from lightrft.inference.row_files import RowFiles
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.validation import check_references
 from lightrft.strategy.base import StrategyBase
 
 
@@ -91,5 +92,7 @@ def score_responses(strategy: StrategyBase, rows: Sequence[AnsweredRow], cfg: Ge
                     rewards: RewardManager | None) -> bool:
     """Score the rows that ``files`` does not have; see :func:`~lightrft.inference.generation.score_groups`."""
     todo = [number for number in range(len(rows)) if number not in files.done]
+    if rewards is not None:
+        check_references(rewards, (reward_input_of(rows[number], cfg) for number in todo))
     return score_groups(strategy, todo, lambda number: ([rows[number].row], [reward_input_of(rows[number], cfg)]),
                         files, rewards)

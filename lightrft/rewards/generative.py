@@ -24,6 +24,7 @@ from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.judge import JudgeForm
 from lightrft.rewards.neural import Media, positions_of, QueuedReward
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.references import ReferenceFormError
 from lightrft.rewards.rules import reference_answers
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.rollout.hf.engine import build_hf_engine
@@ -221,10 +222,18 @@ def _comparisons(items: list[RewardInput]) -> Iterator[Comparison]:
     for group in groups.values():
         for i, j in zip(group, group[1:] + group[:1]) if len(group) > 1 else ():
             yield (i, j), (items[i].response, items[j].response)
-        known = reference_answers(items[group[0]].reference) if len(group) == 1 else []
+        known = _answers_to(items[group[0]]) if len(group) == 1 else []
         for text in known[:1]:
             yield (group[0], len(items)), (items[group[0]].response, text)
             yield (len(items), group[0]), (text, items[group[0]].response)
+
+
+def _answers_to(item: RewardInput) -> list[str]:
+    """Return the accepted answers; none of a reference in a form that cannot be read, to which there is no rival."""
+    try:
+        return reference_answers(item.reference)
+    except ReferenceFormError:
+        return []
 
 
 def _text(item: RewardInput) -> str:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightrft.rewards.base import Outcome, Reward, RewardInput, REWARDS
+from lightrft.rewards.references import accepted_answers, FIELDS, REFERENCE_FORM, ReferenceFormError, written_value
 
 NO_REFERENCE = Outcome(
     None, "no_reference",
@@ -20,25 +21,20 @@ NO_REFERENCE = Outcome(
 def exact_score(item: RewardInput) -> Outcome:
     r"""Score 1 if the last ``\boxed{..}`` is the reference, or one of several, character by character (stripped), else
     0."""
-    if item.reference is None:
+    accepted = accepted_answers(item.reference)
+    if not accepted:
         return NO_REFERENCE
     boxes = boxed_answers(item.response)
-    return Outcome(float(bool(boxes) and boxes[-1] in _texts(item.reference)))
-
-
-def _texts(reference: Any) -> list[str]:
-    """Return the accepted answers as they are written, several for a list."""
-    if hasattr(reference, "tolist"):
-        reference = reference.tolist()
-    return [str(one).strip() for one in (reference if isinstance(reference, (list, tuple)) else [reference])]
+    return Outcome(float(bool(boxes) and boxes[-1] in accepted))
 
 
 def choice_score(item: RewardInput) -> Outcome:
     """Score 1 if the letter of the final answer (:func:`choice_letter`) is the reference, else 0."""
-    if item.reference is None:
+    accepted = accepted_answers(item.reference)
+    if not accepted:
         return NO_REFERENCE
     letter = choice_letter(item.response)
-    return Outcome(float(letter is not None and letter in map(str.upper, _texts(item.reference))))
+    return Outcome(float(letter is not None and letter in map(str.upper, accepted)))
 
 
 def choice_letter(response: str) -> str | None:
@@ -91,13 +87,17 @@ def verify_math(item: RewardInput) -> Outcome:
 
 
 def answer_score(item: RewardInput) -> Outcome:
-    """Score 1 if the text in the last ``<answer>..</answer>`` is the reference, letter case, blanks and a full stop at
-    the end aside, else 0 (R1-AQA, arXiv:2503.11197)."""
-    if item.reference is None:
+    """Score 1 if the text in the last ``<answer>..</answer>`` is the reference, or one of several, letter case, blanks
+    and a full stop at the end aside, else 0 (R1-AQA, arXiv:2503.11197)."""
+    accepted = accepted_answers(item.reference)
+    if not accepted:
         return NO_REFERENCE
     answers = _IN_TAGS.findall(item.response)
-    said, known = (" ".join(text.split()).rstrip(".").lower() for text in ((answers or [""])[-1], str(item.reference)))
-    return Outcome(float(bool(answers) and said == known))
+    return Outcome(float(bool(answers) and _loose(answers[-1]) in map(_loose, accepted)))
+
+
+def _loose(text: str) -> str:
+    return " ".join(text.split()).rstrip(".").lower()
 
 
 def tags_score(item: RewardInput) -> Outcome:
@@ -111,14 +111,43 @@ TAGGED = {"answer", "tags"}  # parts that read the answer in tags
 _IN_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ONLY_ANSWER = re.compile(r"\s*<answer>[^<]*</answer>\s*")
 _REASONED = re.compile(r"\s*<think>[^<]*</think>\s*<answer>[^<]*</answer>\s*")
-FAST: dict[str, Callable[[RewardInput], Outcome | None]] = {
-    "exact": exact_score, "choice": choice_score, "format": format_score, "math": math_score, "answer": answer_score,
-    "tags": tags_score
+Fast = Callable[[RewardInput], Outcome | None]
+
+
+def _comparing(score: Fast) -> Fast:
+    """Return ``score``, which compares with the reference, for which a form that it cannot read is unscored."""
+
+    def scored(item: RewardInput) -> Outcome | None:
+        try:
+            return score(item)
+        except ReferenceFormError as error:
+            return Outcome(None, REFERENCE_FORM, f"the reference {str(item.reference)[:80]}: {error}")
+
+    return scored
+
+
+COMPARING = {"exact", "choice", "math", "answer"}  # parts that compare with the reference
+FAST: dict[str, Fast] = {
+    name: _comparing(score) if name in COMPARING else score for name, score in {
+        "exact": exact_score, "choice": choice_score, "format": format_score, "math": math_score, "answer":
+        answer_score, "tags": tags_score
+    }.items()
 }  # yapf: disable
 """Parts that the manager tries in its own process first."""
 
 
-def _each(score: Callable[[RewardInput], Outcome | None]) -> Reward:
+def check_reference(part: str, reference: Any) -> None:
+    """Raise a :class:`ReferenceFormError` for a reference that no answer can match in the built-in reward ``part``."""
+    if part not in COMPARING or reference is None:
+        return
+    if not accepted_answers(reference):
+        raise ReferenceFormError("it holds no answer")
+    value = written_value(reference.strip()) if isinstance(reference, str) and part in ("math", "choice") else None
+    if isinstance(value, dict) and len(accepted_answers(reference)) == 1:
+        raise ReferenceFormError(f"it is a text of an object, and has none of {', '.join(FIELDS)}")
+
+
+def _each(score: Fast) -> Reward:
     """Return the reward of a batch; what ``score`` does not decide is the verdict of math-verify (in this process,
     without a deadline)."""
     return lambda batch: [(score(item) or verify_math(item)).value for item in batch]
@@ -189,16 +218,9 @@ def _closing_braces(text: str, starts: list[int]) -> dict[int, int]:
 
 
 def reference_answers(reference: Any) -> list[str]:
-    """Return the accepted answers of a row as text, several for a list, without ``\\boxed`` and ``####``."""
-    if reference is None:
-        return []
-    if hasattr(reference, "tolist"):
-        reference = reference.tolist()
-    if isinstance(reference, (list, tuple)):
-        return [answer for item in reference for answer in reference_answers(item)]
-    text = str(reference).strip()
-    marked = extract_answer(text)
-    return [answer for answer in [marked if marked is not None else text] if answer]
+    """Return the answers of :func:`accepted_answers` without ``\\boxed`` and ``####``."""
+    marked = [(extract_answer(text), text) for text in accepted_answers(reference)]
+    return [answer for answer in dict.fromkeys(text if inner is None else inner for inner, text in marked) if answer]
 
 
 def normalise(answer: str) -> str:

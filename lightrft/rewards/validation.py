@@ -5,7 +5,8 @@ from math import inf
 
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager, Weighted
-from lightrft.rewards.rules import FAST, normalise, plain_number, reference_answers, TAGGED
+from lightrft.rewards.references import ReferenceFormError
+from lightrft.rewards.rules import check_reference, FAST, normalise, plain_number, reference_answers, TAGGED
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import one_rank_warns, warn_of_all
 
@@ -17,10 +18,11 @@ class RewardProbeError(UserError):
 def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
     """Try each distinct reward of ``rows`` on one row (one with a reference, where there is one).
 
-    Raises ``ValueError`` for a row without a reward, and ``RewardProbeError`` when nothing could be scored, or when the
-    built-in parts do not score the known-good answer above the known-bad one. Rewards of users only cause a warning
-    in that case.
+    Raises ``ValueError`` for a row without a reward, and ``RewardProbeError`` as :func:`check_references`, when nothing
+    could be scored, or when the built-in parts do not score the known-good answer above the known-bad one. Rewards of
+    users only cause a warning in that case.
     """
+    check_references(manager, rows)
     chosen: dict[tuple[str, ...], RewardInput] = {}
     for row in rows:
         kind = tuple(part.name for part, _ in manager.parts_of(row))
@@ -31,18 +33,41 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
             _probe_row(manager, row)
 
 
+def check_references(manager: RewardManager, rows: Iterable[RewardInput]) -> None:
+    """Raise a :class:`RewardProbeError` for a reference in a form that a built-in part of its row cannot read: each
+    response would be unscored, or wrong."""
+    for row in rows:
+        for part, _ in manager.parts_of(row):
+            try:
+                check_reference(part.name if part.built_in else "", row.reference)
+            except ReferenceFormError as error:
+                raise RewardProbeError(
+                    f"the reward {part.name!r} cannot read the reference of {_name(row)}: {error}. Remedy: write the "
+                    "answer as a text or a list of texts, name another column with --reference_key, or score such rows "
+                    "with a function of your own") from None
+
+
 def good_answers(manager: RewardManager, row: RewardInput) -> list[str]:
     """Return responses that hold the reference in the form that the parts of ``row`` read, with and without a line of
     thought; for functions of users, which may read any form, also the reference alone."""
-    text, parts = (reference_answers(row.reference) or [""])[0], [part for part, _ in manager.parts_of(row)]
+    text, parts = _known_answer(row), [part for part, _ in manager.parts_of(row)]
     tagged = any(part.name in TAGGED for part in parts)
     answer = f"<answer>{text}</answer>" if tagged else f"\\boxed{{{text}}}"
     return [f"<think></think>{answer}", answer, *([] if all(part.built_in for part in parts) else [text])]
 
 
+def _known_answer(row: RewardInput) -> str:
+    """Return the first accepted answer, empty without any; the whole reference where only functions of users read
+    it."""
+    try:
+        return next(iter(reference_answers(row.reference)), "")
+    except ReferenceFormError:
+        return str(row.reference)
+
+
 def bad_answer(row: RewardInput) -> str:
     """Return a response with another answer than the reference (and no line of thought)."""
-    text = (reference_answers(row.reference) or [""])[0]
+    text = _known_answer(row)
     number = plain_number(normalise(text))
     return f"\\boxed{{{number + 1 if number is not None else 'no such answer' if text else ''}}}"
 

@@ -18,7 +18,7 @@ from lightrft.models.loader import check_context, load_actor, load_critic, logit
 from lightrft.models.packed_model import PackedModel
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import check_spread, probe
+from lightrft.rewards.validation import check_references, check_spread, probe
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import Prepared, StrategyBase
@@ -73,8 +73,9 @@ def build_models(config: Config, strategy: StrategyBase) -> Models:
     return Models(actor, critic if needs_critic else None, reference if needs_reference else None)
 
 
-def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Prompt]) -> None:
-    """Raise if the rewards cannot fill a batch of dynamic sampling, or do not separate good from bad answers."""
+def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    """Raise if the rewards cannot fill a batch of dynamic sampling, cannot read the references of prompts, or do not
+    separate good from bad answers."""
     if not (config.rollout.dynamic_sampling or config.reward.reward_probe):
         return  # the data may be large: do not read it for nothing
     asked = [reward_input(prompt, "") for prompt in prompts]
@@ -82,6 +83,7 @@ def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Promp
         check_spread(rewards, asked, config.algorithm.zero_spread)
     if config.reward.reward_probe:
         probe(rewards, asked)
+        check_references(rewards, [reward_input(prompt, "") for prompt in held_out])
 
 
 @dataclass
@@ -213,7 +215,7 @@ class SPMDPPOTrainer(PPOTrainer):
         store = media if isinstance(media, MediaStore) else None
         rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device, strategy,
                                                                                store))
-        _try_rewards(config, rewards, prompts)
+        _try_rewards(config, rewards, prompts, eval_prompts)
         offloader = ModelOffloader(config, strategy, ready.resident, timer)
         engine = _start_engine(config, strategy, ready.actor.model, tokenizer, offloader)
         logprobs = LogprobPass(config, strategy, ready.actor, ready.critic, ready.reference, offloader, ready.teacher)

@@ -33,7 +33,7 @@ from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_ch
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import good_answers, nothing_scored, quoted, score_answers
+from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
 from lightrft.trainer.model_media import open_media
 from lightrft.utils.errors import UserError
 
@@ -319,6 +319,7 @@ def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
     prompt, messages = _prompted(record, config, tokenizer)
     row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
                       record.media, config.data.chat_template_kwargs | record.template_kwargs)
+    check_references(rewards, [row])
     known = not missing(record.reference)
     row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
     asked = f"{where}, {f'answered with its reference ({quoted(row.response)})' if known else 'with an empty response'}"

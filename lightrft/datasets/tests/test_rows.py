@@ -208,7 +208,8 @@ loud = sound.copy()
 loud[2500] = 1
 nested = [np.array([[sound], [None]], object), np.array([[loud], [None]], object)]
 VALUES = [
-    sound, loud, sound.astype(np.float64), sound.reshape(50, 100), {"array": sound}, {"array": loud}, [sound, loud],
+    sound, loud, sound.reshape(50, 100).astype(np.float64), sound.reshape(50, 100), {"array": sound}, {"array": loud},
+    [sound, loud],
     [loud, sound], *nested, *shown, turned, Image.new("RGB", (4, 4)), Image.new("L", (4, 4)), Image.new("RGB", (8, 2)),
     b"one", b"two", "one", [b"one"], [1.0, 2.0], [1.0, 2.5], {"a": 1}, 1, True, None
 ]
