@@ -1,8 +1,10 @@
 """Training from a Python program or a notebook: the options of the command line as keywords."""
 import inspect
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -10,9 +12,11 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightrft.cli.command_line import on_one_machine, refuse_early
 from lightrft.cli.offline import OFFLINE, OfflineCommand
-from lightrft.config.cli import parse_keywords, ParsedConfig
+from lightrft.config.cli import exit_on_config_error, parse_keywords, ParsedConfig
 from lightrft.config.options import split_commas
+from lightrft.config.plugins import Plugins
 from lightrft.config.schema import Config
 from lightrft.rewards.base import REWARDS
 from lightrft.utils.errors import end_in_one_line, UserError
@@ -68,7 +72,7 @@ class _Training(ABC):
     defaults: ClassVar[dict[str, Any]] = {}
     functions: Mapping[str, Callable[..., Any]] = {}  # rewards of this program, by name
 
-    def __init__(self, model: str | Path, train_dataset: Data | None, eval_dataset: Data | None, plugins: Sequence[str],
+    def __init__(self, model: str | Path, train_dataset: Data | None, eval_dataset: Data | None, plugins: Plugins,
                  options: dict[str, Any]) -> None:
         end_in_one_line()
         if not isinstance(model, (str, Path)):
@@ -115,8 +119,11 @@ class _Training(ABC):
             ExpectedError: options, data, rewards or the model cannot be used; the message names the remedy.
             KeyboardInterrupt: the run was interrupted, after it saved a checkpoint.
         """
-        from lightrft.utils.env import World  # with torch, for which a mistake in a keyword does not wait
-        self._train(World.from_env().world_size > 1)
+        exits = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if on_one_machine():
+            with exit_on_config_error() if exits else nullcontext(), self.parsed.own_words():
+                refuse_early(self.parsed, self.functions)
+        self._train(exits)
         return Run(Path(self.parsed.config.checkpoint.save_path))
 
     @abstractmethod
@@ -135,7 +142,7 @@ class RL(_Training):
         train_dataset: prompts: a Hugging Face ``Dataset``, a pandas ``DataFrame``, a list of dicts, or what
             ``--prompt_data`` takes.
         eval_dataset: held-out prompts, likewise.
-        plugins: modules to import, as for ``--plugin``.
+        plugins: Python files, or names of modules, to import, one or several, as for ``--plugin``.
         options: every option of ``lightrft train --help all``, by name.
 
     Raises:
@@ -144,7 +151,7 @@ class RL(_Training):
     tree, data = Config, ("prompt_data", "eval_data")
 
     def __init__(self, model: str | Path, rewards: Reward | Sequence[Reward] | None = None,
-                 train_dataset: Data | None = None, eval_dataset: Data | None = None, *, plugins: Sequence[str] = (),
+                 train_dataset: Data | None = None, eval_dataset: Data | None = None, *, plugins: Plugins = (),
                  **options: Any) -> None:
         if rewards is not None:
             if "reward" in options:
@@ -181,7 +188,7 @@ class _Offline(_Training):
         cls.tree = cls.command.tree
 
     def __init__(self, model: str | Path, train_dataset: Data, eval_dataset: Data | None = None, *,
-                 plugins: Sequence[str] = (), **options: Any) -> None:
+                 plugins: Plugins = (), **options: Any) -> None:
         """Check the options.
 
         Args:
@@ -189,7 +196,7 @@ class _Offline(_Training):
             train_dataset: rows: a Hugging Face ``Dataset``, a pandas ``DataFrame``, a list of dicts, or what
                 ``--train_data`` takes.
             eval_dataset: held-out rows, likewise.
-            plugins: modules to import, as for ``--plugin``.
+            plugins: Python files, or names of modules, to import, one or several, as for ``--plugin``.
             options: every option that ``--help all`` of the command lists, by name.
         """
         super().__init__(model, train_dataset, eval_dataset, plugins, options)

@@ -1,24 +1,44 @@
-"""Command line of a command that runs something: its options, and what is refused before torch is imported."""
+"""Options of a command that runs something, and what is refused before torch is imported."""
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from lightrft.config.cli import exit_on_config_error, parse_config, ParsedConfig
 from lightrft.config.schema import Config
 
 
+def on_one_machine() -> bool:
+    """Return True if all ranks are on this machine. Files may exist on one alone, so ranks on several machines find out
+    together, in the session."""
+    return os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+
+
+def refuse_early(parsed: ParsedConfig, functions: Container[str] = ()) -> None:
+    """Refuse, before torch is imported, options as they are written, reward files and rows that cannot be used.
+
+    Args:
+        functions: names of rewards that are functions of this program.
+
+    Raises:
+        UserError: with the first kind of these problems.
+    """
+    from lightrft.preflight.hardware import Machine
+    from lightrft.preflight.inputs import refuse_rows
+    from lightrft.preflight.written import refuse_as_written  # --help does not wait for these
+    ranks = Machine.planned(parsed.plan_gpus).ranks if parsed.plan_gpus else int(os.environ.get("WORLD_SIZE", "1"))
+    refuse_as_written(parsed.config, parsed.provenance, ranks, functions)
+    refuse_rows(parsed.config, parsed.dry_run)
+
+
 def parse_command(argv: Sequence[str] | None, prog: str | None, description: str, tree: type = Config,
                   defaults: dict[str, Any] | None = None) -> ParsedConfig:
-    """Build the option tree as :func:`lightrft.config.cli.parse_config` does; refuse what is wrong as it is written.
-
-    Files may exist on one machine alone, so ranks on several machines find out together, in the session.
+    """Build the option tree as :func:`lightrft.config.cli.parse_config` does, and :func:`refuse_early`.
 
     Raises:
         SystemExit: 2 with every such problem on stderr; 0 after ``--help``.
     """
     parsed = parse_config(argv, prog, defaults, description, tree)
-    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
-        from lightrft.preflight.written import refuse_as_written  # --help does not wait for it
+    if on_one_machine():
         with exit_on_config_error(prog):
-            refuse_as_written(parsed.config, parsed.provenance)
+            refuse_early(parsed)
     return parsed

@@ -2,17 +2,20 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lightrft.config.preference_schema import JudgedDataConfig
-from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import check_named_columns, missing, truth
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, Learning, SFTExample,
                                            shows_media, to_conversation, TokenizedDataset, with_media)
 from lightrft.utils.logging import warn_of_all
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media_store import MediaStore
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,18 @@ def last_answer(row: Row, cfg: JudgedDataConfig, renderer: Renderer, where: str)
     return chat
 
 
+def judged_answers(rows: Rows, cfg: JudgedDataConfig, renderer: Renderer) -> tuple[list[bool], list[Conversation]]:
+    """Recognise the rows of one entry: whether their answers are desirable, and the chats that end with them.
+
+    Raises:
+        DataError: as :func:`desirable`, :func:`last_answer` and
+            :func:`~lightrft.datasets.records.check_named_columns`.
+    """
+    check_named_columns(rows, cfg, ["input_key", "output_key", "label_key"])
+    good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
+    return good, [last_answer(row, cfg, renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
+
+
 class JudgedDataset(TokenizedDataset[Judged]):
     """Judged answers; ``cfg`` also selects their columns.
 
@@ -60,8 +75,8 @@ class JudgedDataset(TokenizedDataset[Judged]):
     """
     NAME = "answers"
 
-    def __init__(self, cfg: JudgedDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
-                 media: MediaStore | None = None) -> None:
+    def __init__(self, cfg: JudgedDataConfig, tokenizer: "PreTrainedTokenizerBase", split: str = "train",
+                 media: "MediaStore | None" = None) -> None:
         self._cfg = cfg
         super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
         self._others = others([answer for answer, _ in self._rows])
@@ -72,10 +87,7 @@ class JudgedDataset(TokenizedDataset[Judged]):
 
     def read(self, entry: int, rows: Rows) -> list[tuple[SFTExample, bool]]:
         """Return answers, and whether they are desirable."""
-        cfg = self._cfg
-        check_named_columns(rows, cfg, ["input_key", "output_key", "label_key"])
-        good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
-        chats = [last_answer(row, cfg, self._renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
+        good, chats = judged_answers(rows, self._cfg, self._renderer)
         found = with_media(rows, chats, self._renderer.cfg, self._media)
         drawn = next((i for i, chat in found.items() if shows_media(chat)), None)
         if drawn is not None:

@@ -8,18 +8,20 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
-from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import is_tie, lacking
 from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media_store import MediaStore
 
 NAMES = ("Response 1", "Response 2")
 ANSWERS = (*(f"{name} is better" for name in NAMES), "Both are equally good")
@@ -167,6 +169,15 @@ def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool,
     return found
 
 
+def find_judgements(entry: int, rows: Rows, cfg: JudgeDataConfig, seed: int,
+                    ends: tuple[str, ...] = ()) -> dict[str, Judgement]:
+    """Write the rows of an entry as :func:`to_judgement` does, by uid; ``seed``: of the order of the candidates."""
+    check_named_columns(rows, cfg, ["prompt_key", "chosen_key", "rejected_key", "judgement_key"])
+    uids = [f"{entry}:{rows.number(i)}" for i in range(len(rows))]
+    return {uid: to_judgement(row, cfg, chosen_is_second(seed, uid), rows.where(i), ends)
+            for i, (uid, row) in enumerate(zip(uids, rows.rows))}  # yapf: disable
+
+
 @dataclass(frozen=True)
 class JudgedExample(SFTExample):
     """A judgement, tokenized; ``right`` as in :class:`Judgement`."""
@@ -181,19 +192,15 @@ class JudgementDataset(SFTDataset):
     """
     NAME = "judgements"
 
-    def __init__(self, cfg: JudgeDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
-                 media: MediaStore | None = None, seed: int = 0) -> None:
+    def __init__(self, cfg: JudgeDataConfig, tokenizer: "PreTrainedTokenizerBase", split: str = "train",
+                 media: "MediaStore | None" = None, seed: int = 0) -> None:
         self._cfg, self._seed, self._right = cfg, seed, dict[str, int]()
         super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
 
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Write the rows as chats, and read those."""
-        check_named_columns(rows, self._cfg, ["prompt_key", "chosen_key", "rejected_key", "judgement_key"])
         chats: list[Row] = []
-        for i, row in enumerate(rows.rows):
-            uid = f"{entry}:{rows.number(i)}"
-            second = chosen_is_second(self._seed, uid)
-            found = to_judgement(row, self._cfg, second, rows.where(i), self._renderer.ends)
+        for uid, found in find_judgements(entry, rows, self._cfg, self._seed, self._renderer.ends).items():
             self._right[uid] = found.right
             turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
             chats.append({"messages": turns, **found.media})

@@ -1,18 +1,21 @@
 """Prompts with pictures, videos and sounds: which media a record has, and the tokens that stand for them."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import KINDS, MediaError
 from lightrft.datasets.media_rows import find_media, media_columns
-from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.processing import EXCESS_S
 from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import DataError, Rows
+from lightrft.datasets.waveform import EXCESS_S
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import phase
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from lightrft.datasets.media_store import MediaStore
 
 Paired = tuple[list[Message], tuple[str, ...]]
 AHEAD = 64  # records whose media are processed in the background while others are tokenized
@@ -27,7 +30,7 @@ class EncodedPrompt:
 
 
 def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
-               store: MediaStore | None) -> tuple[Rows, list[Record]]:
+               store: "MediaStore | None") -> tuple[Rows, list[Record]]:
     """Pair the records of one entry with their media, which the store then knows; see :func:`pair_media`."""
     chats = [[{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
              for record in records]  # yapf: disable
@@ -40,7 +43,7 @@ def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
     return rows.pick(found), [paired(records[i], *chat) for i, chat in found.items()]
 
 
-def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: MediaStore | None,
+def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: "MediaStore | None",
                plain: Sequence[Sequence[str]] = ()) -> dict[int, Paired]:
     """Find, decode and process the media of the rows of one entry. A data set names those that it keeps to the store
     (:meth:`MediaStore.keep`).
@@ -79,7 +82,7 @@ def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: M
     return found
 
 
-def _leave_broken(found: dict[int, Paired], rows: Rows, cfg: DataConfig, store: MediaStore,
+def _leave_broken(found: dict[int, Paired], rows: Rows, cfg: DataConfig, store: "MediaStore",
                   plain: Sequence[Sequence[str]]) -> None:
     """Read the media of ``found``, and remove rows where that fails; under the policy "error" it is raised."""
     order, errors = list(found), []
@@ -100,7 +103,7 @@ def _leave_broken(found: dict[int, Paired], rows: Rows, cfg: DataConfig, store: 
                              f"{errors[0]}): left out")
 
 
-def _leave_broken_elsewhere(found: dict[int, Paired], rows: Rows, store: MediaStore) -> None:
+def _leave_broken_elsewhere(found: dict[int, Paired], rows: Rows, store: "MediaStore") -> None:
     """Remove the rows of ``found`` that another rank has left out, because a download or a file of its node failed: all
     ranks must have the same rows. A collective."""
     broken = {i for every in store.gather([i for i in range(len(rows)) if i not in found]) for i in every}
@@ -111,7 +114,7 @@ def _leave_broken_elsewhere(found: dict[int, Paired], rows: Rows, store: MediaSt
         del found[i]
 
 
-def _check_options(cfg: DataConfig, store: MediaStore) -> None:
+def _check_options(cfg: DataConfig, store: "MediaStore") -> None:
     """Refuse options that would write a placeholder or token of media into every prompt."""
     for name in ("system_prompt", "input_template"):
         text = vars(cfg)[name] or ""
@@ -122,7 +125,7 @@ def _check_options(cfg: DataConfig, store: MediaStore) -> None:
 
 
 def expand_media(records: list[Record], plain: list[tuple[str, list[int]]],
-                 store: MediaStore | None) -> list[EncodedPrompt]:
+                 store: "MediaStore | None") -> list[EncodedPrompt]:
     """Give every medium in rendered prompts as many tokens as it has features.
 
     Args:

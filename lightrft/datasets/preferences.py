@@ -10,14 +10,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.media_rows import part_media, rejected_media
-from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
                                        silent, text_of, to_messages, truth, with_system)
@@ -27,6 +24,11 @@ from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turn
                                            shows_media, TokenizedDataset, with_media)
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 from lightrft.utils.logging import warn_of_all
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media_store import MediaStore
 
 Answer = str | list[Message]
 _REMEDY = "Complete the row, remove it, or use --pair_policy skip"
@@ -239,8 +241,8 @@ class PairDataset(TokenizedDataset[Pair]):
     """Pairs; ``cfg`` also selects their columns. ``dropped`` counts those of ``--pair_policy skip`` too."""
     NAME = "pairs"
 
-    def __init__(self, cfg: PairDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
-                 media: MediaStore | None = None) -> None:
+    def __init__(self, cfg: PairDataConfig, tokenizer: "PreTrainedTokenizerBase", split: str = "train",
+                 media: "MediaStore | None" = None) -> None:
         self._cfg = cfg
         super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
 

@@ -15,7 +15,7 @@ from transformers.video_utils import VideoMetadata
 from lightrft.datasets.decoding import Video
 from lightrft.datasets.media import shorten
 from lightrft.datasets.rows import DataError
-from lightrft.datasets.waveform import Waveform
+from lightrft.datasets.waveform import EXCESS_S, Waveform
 from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
 
@@ -23,7 +23,6 @@ Decoded: TypeAlias = Image.Image | Waveform | Video
 _BLANK = (56, 56)  # pixels of a blank picture; a blank sound lasts a second
 _ENDLESS = 1 << 62  # samples
 _PROBES = ((56, 56), (200, 320))  # sizes of pictures for which the processor's own function is tried
-EXCESS_S = 0.1  # of a sound beyond the window of a processor: what encoders pad, and a cut by a clock
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}  # of a processor
 
 

@@ -1,22 +1,24 @@
 """Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
 from collections.abc import Callable
-from typing import TypeVar
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeVar
 
 from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
 from lightrft.datasets.media_prompts import EncodedPrompt, expand_media, with_media
-from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.pair_sources import load_entry
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.suites import load_suite
-from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger, warn_of_all
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media_store import MediaStore
+    from lightrft.types import Prompt
 
 Found = TypeVar("Found")
 
@@ -87,7 +89,7 @@ def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: s
     return kept
 
 
-class PromptsDataset(MixedDataset[Prompt]):
+class PromptsDataset(MixedDataset["Prompt"]):
     """Prompts of one split, rendered and tokenized at construction; ``Prompt`` objects are made on access.
 
     A prompt's ``uid`` is ``<entry>:<id column>`` or ``<entry>:<row>``: the same in every run over the same files. The
@@ -109,8 +111,8 @@ class PromptsDataset(MixedDataset[Prompt]):
         DataError: data, rows or templates cannot be used, or all prompts are too long.
     """
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt_max_len: int, split: str = "train",
-                 media: MediaStore | None = None, suffix: str = "", scored: bool = True) -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt_max_len: int, split: str = "train",
+                 media: "MediaStore | None" = None, suffix: str = "", scored: bool = True) -> None:
         parts, self.probs = load_specs(cfg, split)
         self._renderer, self._media, self._scored = Renderer(cfg, tokenizer, suffix), media, scored
         self._records: list[Record] = []
@@ -156,8 +158,9 @@ class PromptsDataset(MixedDataset[Prompt]):
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def item(self, index: int) -> Prompt:
+    def item(self, index: int) -> "Prompt":
         """The prompt at ``index``."""
+        from lightrft.types import Prompt  # with torch
         record, prompt = self._records[index], self._prompts[index]
         return Prompt(uid=self._uids[index], token_ids=prompt.ids.tolist(), text=prompt.text,
                       messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,

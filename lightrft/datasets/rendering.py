@@ -5,15 +5,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.records import joined, Message
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.template_kwargs import check_kwargs, TemplateKwargs
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _ASK: Message = {"role": "user", "content": "?"}
 _PROBE = "lightrft"  # a text to find in what a template writes
@@ -34,7 +36,7 @@ class Renderer:
         DataError: an ``--input_template`` without exactly one ``{}``.
     """
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, suffix: str = "") -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", suffix: str = "") -> None:
         if cfg.input_template is not None and cfg.input_template.count("{}") != 1:
             raise DataError(f"--input_template {cfg.input_template!r} must hold {{}} once, where the prompt goes")
         check_kwargs(cfg.chat_template_kwargs, "--chat_template_kwargs")
@@ -184,6 +186,14 @@ class Renderer:
         rendered = iter(zip(*self.encode_chats([chat for chat in chats if chat is not None], of_chats)))
         written = iter(zip(plain, self.encode_text(plain)))
         return [next(written) if chat is None else next(rendered) for chat in chats]
+
+
+class BareRenderer(Renderer):
+    """Applies the prompt options where there is no tokenizer yet: a chat is not rendered, and no end token is known."""
+    ends = ()  # type: ignore[assignment]
+
+    def __init__(self, cfg: DataConfig) -> None:
+        super().__init__(cfg, None)  # type: ignore[arg-type]
 
 
 def without_end(text: str, ends: tuple[str, ...]) -> str:

@@ -2,21 +2,25 @@
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
+from lightrft.config.sft_schema import SFTDataConfig
 from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
-from lightrft.datasets.media_store import MediaStore, Replaced
 from lightrft.datasets.prompts_dataset import fitting, load_specs
 from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
                                        silent, to_messages, with_system)
 from lightrft.datasets.rendering import CHUNK, Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media_store import MediaStore, Replaced
 
 ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
 Span = tuple[int, int]
@@ -56,6 +60,11 @@ class Learning:
     output_key: str | None = None
     every_turn: bool = True
     whole: bool = False
+
+    @classmethod
+    def of(cls, data: SFTDataConfig) -> "Learning":
+        """Return the selection of the options of demonstrations."""
+        return cls(data.output_key, data.multiturn, data.pretrain_mode)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -140,6 +149,26 @@ def answered(prompt: str | list[Message], answer: str | list[Message], renderer:
     return Conversation(chat + unended(said, renderer.ends), first=len(chat))
 
 
+def demonstrations(rows: Rows, renderer: Renderer, learning: Learning = ALL_TURNS,
+                   named: Iterable[str] = ("input_key", )) -> list[Conversation]:
+    """Recognise the rows of one entry with :func:`to_conversation`.
+
+    Args:
+        named: options of columns that rows must have where they are named, beside that of the answer.
+
+    Raises:
+        DataError: as :func:`to_conversation`, :func:`check_turns` and
+            :func:`~lightrft.datasets.records.check_named_columns`.
+    """
+    check_named_columns(rows, renderer.cfg, named)
+    check_named_columns(rows, learning, ["output_key"])
+    chats = [learning.narrowed(to_conversation(row, renderer, rows.where(i), learning))
+             for i, row in enumerate(rows.rows)]  # yapf: disable
+    for i, chat in enumerate(chats):
+        check_turns(chat, rows.where(i))
+    return chats
+
+
 def check_turns(chat: Conversation, where: str) -> None:
     """Raise a :class:`DataError` for an answer to learn that is empty, and for null in place of any answer."""
     if chat.messages is None and missing(chat.pair[1]):
@@ -166,7 +195,7 @@ class ChatMasker:
     make a chat be read the second way.
     """
 
-    def __init__(self, renderer: Renderer, store: MediaStore | None = None) -> None:
+    def __init__(self, renderer: Renderer, store: "MediaStore | None" = None) -> None:
         self.renderer, self.tokenizer, self.store = renderer, renderer.tokenizer, store
         self.of_media = {self.tokenizer.convert_tokens_to_ids(token) for token in (store.tokens if store else ())}
         template = str(self.tokenizer.chat_template)
@@ -222,7 +251,7 @@ class ChatMasker:
         return trimmed if trimmed.endswith(tuple(self.tokenizer.all_special_tokens)) else said
 
 
-def _moved(span: Span, replaced: list[Replaced]) -> list[Span]:
+def _moved(span: Span, replaced: "list[Replaced]") -> list[Span]:
     """Return the parts of the range of characters ``span`` that are left where ranges of the text were replaced, in the
     new text."""
     found, shift, start = list[Span](), 0, span[0]
@@ -247,14 +276,14 @@ def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encod
             for head, tail in zip(heads, tails)]
 
 
-def encode_chats(chats: list[Conversation], renderer: Renderer, store: MediaStore | None = None) -> list[Encoded]:
+def encode_chats(chats: list[Conversation], renderer: Renderer, store: "MediaStore | None" = None) -> list[Encoded]:
     """Encode chats with :class:`ChatMasker`, a chunk at a time."""
     masker = ChatMasker(renderer, store) if chats else None
     chunks = [chats[i:i + CHUNK] for i in range(0, len(chats), CHUNK)]
     return [item for chunk in chunks if masker for item in masker.encode(chunk)]
 
 
-def encode_all(chats: list[Conversation], renderer: Renderer, store: MediaStore | None) -> list[Encoded]:
+def encode_all(chats: list[Conversation], renderer: Renderer, store: "MediaStore | None") -> list[Encoded]:
     """Encode conversations of any kind, in order."""
     pairs = iter(encode_pairs([chat.pair for chat in chats if chat.messages is None], renderer))
     turns = iter(encode_chats([chat for chat in chats if chat.messages is not None], renderer, store))
@@ -262,7 +291,7 @@ def encode_all(chats: list[Conversation], renderer: Renderer, store: MediaStore 
 
 
 def with_media(rows: Rows, chats: list[Conversation], cfg: DataConfig,
-               store: MediaStore | None) -> dict[int, Conversation]:
+               store: "MediaStore | None") -> dict[int, Conversation]:
     """Return by index of the row the conversations with their media; see :func:`pair_media` on those left out."""
     found = pair_media(rows, [chat.messages or [] for chat in chats], cfg, store, [chat.pair for chat in chats])
     return {i: replace(chats[i], messages=chats[i].messages and messages, media=keys)
@@ -288,8 +317,8 @@ class TokenizedDataset(MixedDataset[Item]):
     NAME: ClassVar[str]  # of its rows, in messages
     LIMIT: ClassVar[str] = "--max_len"  # option of the longest sequence
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
-                 media: MediaStore | None = None) -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_len: int, split: str = "train",
+                 media: "MediaStore | None" = None) -> None:
         parts, self.probs = load_specs(cfg, split)
         self._renderer, self._media, self._max_len = Renderer(cfg, tokenizer), media, max_len
         self._rows: list[Any] = []
@@ -335,20 +364,15 @@ class SFTDataset(TokenizedDataset[SFTExample]):
     NAME = "demonstrations"
     NAMED: ClassVar[tuple[str, ...]] = ("input_key", )  # options of columns that rows must have where they are named
 
-    def __init__(self, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, split: str = "train",
-                 media: MediaStore | None = None, learning: Learning = ALL_TURNS) -> None:
+    def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_len: int, split: str = "train",
+                 media: "MediaStore | None" = None, learning: Learning = ALL_TURNS) -> None:
         self._learning = learning
         super().__init__(cfg, tokenizer, max_len, split, media)
 
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Keep uid, arrays of ids and mask, and media: lists of numbers take several times the memory."""
         learning, renderer = self._learning, self._renderer
-        check_named_columns(rows, renderer.cfg, self.NAMED)
-        check_named_columns(rows, learning, ["output_key"])
-        chats = [learning.narrowed(to_conversation(row, renderer, rows.where(i), learning))
-                 for i, row in enumerate(rows.rows)]  # yapf: disable
-        for i, chat in enumerate(chats):
-            check_turns(chat, rows.where(i))
+        chats = demonstrations(rows, renderer, learning, self.NAMED)
         found = with_media(rows, chats, renderer.cfg, self._media)
         rows, chats = rows.pick(found), [*found.values()]
         encoded = [learning.masked(each) for each in encode_all(chats, renderer, self._media)]

@@ -7,18 +7,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lightrft.config.options import finite
 from lightrft.config.rm_schema import single_token, StepDataConfig, StepFormat
-from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import check_named_columns, Message, missing, to_messages, with_system
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from lightrft.datasets.media_store import MediaStore
 
 _ADVICE = "Correct or remove the row, or use --step_policy skip"
 
@@ -77,6 +79,14 @@ def to_solution(row: Row, cfg: StepDataConfig, where: str) -> Solution:
     return _checked(Solution(asked, steps, labels or [], kwargs), cfg, where)
 
 
+def find_solutions(rows: Rows, cfg: StepDataConfig) -> dict[int, Solution]:
+    """Recognise the rows of one entry as :func:`to_solution` does, by index; those left out under ``--step_policy
+    skip`` are counted in the log."""
+    check_named_columns(rows, cfg, ["input_key", "label_key"])
+    return usable(rows, lambda row, where: to_solution(row, cfg, where), cfg.step_policy,
+                  "have no label for each of their steps")
+
+
 def _check_text(value: Any, name: str) -> None:
     if not isinstance(value, str):
         raise StepError(f"{name} is {repr(value):.80}, which is no text but {type(value).__name__}. {_ADVICE}")
@@ -121,7 +131,7 @@ class Labels:
         UserError: a token of the format is not one token of the tokenizer.
     """
 
-    def __init__(self, form: StepFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, form: StepFormat, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.form, self.tokenizer = form, tokenizer
         form.reward_ids(tokenizer)
         words = form.reward_tokens
@@ -151,7 +161,7 @@ class Labels:
 
 
 def encode_steps(heads: list[list[int]], steps: list[list[str]], placeholder: int,
-                 tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+                 tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
     """Join the tokens of prompts with those of their steps, each of which is followed by the placeholder.
 
     Texts are tokenized one by one. So the tokens of a step do not depend on what follows it, and the placeholder is
@@ -174,17 +184,15 @@ class StepDataset(TokenizedDataset[StepExample]):
     """
     NAME = "solutions"
 
-    def __init__(self, cfg: StepDataConfig, tokenizer: PreTrainedTokenizerBase, split: str = "train",
-                 media: MediaStore | None = None) -> None:
+    def __init__(self, cfg: StepDataConfig, tokenizer: "PreTrainedTokenizerBase", split: str = "train",
+                 media: "MediaStore | None" = None) -> None:
         self._cfg, form = cfg, cfg.form
         self._placeholder, self._labels = form.placeholder_id(tokenizer), Labels(form, tokenizer)
         super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
 
     def read(self, entry: int, rows: Rows) -> list[StepExample]:
         """Tokenize the solutions up to their last placeholder."""
-        check_named_columns(rows, self._cfg, ["input_key", "label_key"])
-        known = usable(rows, lambda row, where: to_solution(row, self._cfg, where), self._cfg.step_policy,
-                       "have no label for each of their steps")
+        known = find_solutions(rows, self._cfg)
         rows, solutions = rows.pick(known), [*known.values()]
         labels = [
             tuple(self._labels.read(label, rows.where(i)) for label in each.labels) for i, each in enumerate(solutions)

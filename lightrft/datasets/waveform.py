@@ -14,6 +14,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000  # and above: what programs write that do not know the length yet
 _UNKNOWN_LENGTH = 2**40  # samples, and above: what soundfile states of a file without an end
 _BLOCK = 1 << 16  # samples of each channel that are decoded at a time
+EXCESS_S = 0.1  # of a sound beyond the window of a processor: what encoders pad, and a cut by a clock
 MOST_CHANNELS = 16
 MOST_RATE = 48_000  # Hz: above, a sound has at most as many samples as the longest one has at this rate
 _LOUDEST = 8.0  # of floats; above, they are integers that were not scaled

@@ -15,7 +15,8 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.config.tree import options
 from lightrft.preflight.algorithm_rules import trains_critic
-from lightrft.preflight.shared_rules import divides, if_set, nearest_divisors, unread
+from lightrft.preflight.batches import nearest_divisors
+from lightrft.preflight.shared_rules import divides, if_set, unread
 
 
 def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:

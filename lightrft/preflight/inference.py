@@ -1,5 +1,4 @@
 """Checks of the commands that generate or score without training: models, engine, scoring, post-processing, output."""
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.base import Preflight
 from lightrft.preflight.engine_rules import engine_problems, missing_engine, shared_engine
-from lightrft.preflight.paths import models
-from lightrft.preflight.reward_rules import reward_problems, served_problems, written_rewards
+from lightrft.preflight.reward_rules import of_scores, reward_problems, served_problems, written_scores
 from lightrft.preflight.shared_rules import if_set, prompts, rendering, writable
 
 NEEDS_BOTH = ("{input}", "{reward}")
@@ -92,10 +90,8 @@ class ServePreflight(Preflight):
 
 def _scores(c: ScoreConfig) -> Iterator[str]:
     """Yield the problems of what scores responses, under the name that it has here."""
-    rewards = c.as_reward_config()
-    for text in (*models("reward_pretrain", rewards.reward_pretrain), *written_rewards(rewards),
-                 *reward_problems(Config(reward=rewards))):
-        yield re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", text)
+    yield from written_scores(c)
+    yield from map(of_scores, reward_problems(Config(reward=c.as_reward_config())))
     if RECIPE in c.score and len(c.score) > 1:
         yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
                "rewards; drop one of them")

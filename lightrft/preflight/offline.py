@@ -9,9 +9,10 @@ from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.rm_schema import GRMConfig, PRMConfig, RMConfig
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.ops.preference import PAIR_LOSSES
+from lightrft.preflight.batches import batch_problems
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import frozen_bytes, micro_batch_tokens, teacher_bytes
-from lightrft.preflight.shared_rules import evaluations, per_rank, rendering
+from lightrft.preflight.shared_rules import evaluations, rendering
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rollout.engines import ByPhase
 from lightrft.strategy.memory import ModelSize
@@ -26,7 +27,7 @@ class OfflinePreflight(TrainingPreflight):
         yield from super().problems(world_size, cuda, local_ranks)
         d, t = self.config.data, self.config.train
         yield from rendering(d)
-        yield from per_rank("train_batch_size", t.train_batch_size, world_size)
+        yield from batch_problems(self.config, world_size)
         yield from evaluations(self.config, t.eval_steps)
         yield from self.own_problems()
 

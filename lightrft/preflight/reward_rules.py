@@ -3,19 +3,21 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from lightrft.config.inference_schema import ScoreConfig
 from lightrft.config.options import show
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
+from lightrft.preflight.paths import models
 from lightrft.rewards.spec import add_recipe, parse_models, RewardRecipe
 from lightrft.utils.errors import did_you_mean, UserError
 
 
 def reward_problems(c: Config) -> Iterator[str]:
     """Yield every problem of the reward models with the options of the rewards."""
-    models = {*parse_models(c.reward.reward_pretrain).values()}
-    kinds = known_kinds(models)
-    if models and len(kinds) == len(models):  # else those on the hub are checked when they are loaded
+    paths = {*parse_models(c.reward.reward_pretrain).values()}
+    kinds = known_kinds(paths)
+    if paths and len(kinds) == len(paths):  # else those on the hub are checked when they are loaded
         from lightrft.rewards.reward_models import model_problems
         yield from model_problems(c.reward, kinds)
 
@@ -36,11 +38,22 @@ def written_rewards(r: RewardConfig) -> Iterator[str]:
     yield from _judge_forms(r)
 
 
+def written_scores(c: ScoreConfig) -> Iterator[str]:
+    """Yield the problems of what scores responses as it is written, under the name that it has there."""
+    rewards = c.as_reward_config()
+    yield from map(of_scores, (*models("reward_pretrain", rewards.reward_pretrain), *written_rewards(rewards)))
+
+
+def of_scores(problem: str) -> str:
+    """Name ``--score`` in place of the options of rewards."""
+    return re.sub("--(reward|remote_rm_url|reward_pretrain) ", "--score ", problem)
+
+
 def served_problems(c: ServeConfig) -> Iterator[str]:
     """Yield the problems of the models of a server, and of their weights."""
     yield from written_rewards(c.as_reward_config())
-    models = parse_models(c.model.reward_pretrain)
-    for path, kind in known_kinds(models.values()).items():
+    known = parse_models(c.model.reward_pretrain)
+    for path, kind in known_kinds(known.values()).items():
         if kind.generates:
             yield (
                 f"--reward_pretrain {path}: according to its config.json it is a generative model, and this command "
@@ -52,9 +65,9 @@ def served_problems(c: ServeConfig) -> Iterator[str]:
             yield from unscaled(path, kind)
     for entry in c.model.reward:
         name = entry.partition("=")[0]
-        if name not in models:
-            yield (f"--reward {entry}: a server scores only with its models ({', '.join(models)})"
-                   f"{did_you_mean(name, models)}; name one of them")
+        if name not in known:
+            yield (f"--reward {entry}: a server scores only with its models ({', '.join(known)})"
+                   f"{did_you_mean(name, known)}; name one of them")
 
 
 def _part(part: str) -> Iterator[str]:

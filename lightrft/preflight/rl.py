@@ -1,7 +1,7 @@
 """Checks and estimates of reinforcement learning."""
 import re
 from collections.abc import Iterator
-from math import ceil, gcd
+from math import ceil
 from typing import Any
 
 from lightrft.config.engines import ENGINES
@@ -10,6 +10,7 @@ from lightrft.config.stages import length_problems, never_trained
 from lightrft.models.activations import ModelShape
 from lightrft.preflight.algorithm_rules import algorithm_problems, algorithm_warnings, placed_problems, trains_critic
 from lightrft.preflight.base import TrainingPhases
+from lightrft.preflight.batches import batch_problems
 from lightrft.preflight.cost import batch_summary, GIB, known_kinds, MIB, time_line
 from lightrft.preflight.engine_rules import (engine_problems, missing_engine, overlap_problems, oversample_problems,
                                              shared_engine)
@@ -17,7 +18,7 @@ from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import cut_rows, frozen_bytes, reward_bytes, reward_sizes, teacher_bytes
 from lightrft.preflight.overhead import engine_rows
 from lightrft.preflight.reward_rules import reward_problems
-from lightrft.preflight.shared_rules import (divides, evaluations, nearest_divisors, per_rank, probabilities, prompts)
+from lightrft.preflight.shared_rules import divides, evaluations, probabilities, prompts
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import (ByPhase, engine_cache, engine_memory, engine_weights, largest_hf_cache, PHASES)
@@ -44,7 +45,7 @@ class RLPreflight(TrainingPreflight):
             yield from check(c)
         yield from placed_problems(c, world_size)
         yield from _reference(c.model, world_size)
-        yield from _batches(c, world_size)
+        yield from batch_problems(c, world_size)
         yield from engine_problems(c, world_size, cuda)
         yield from overlap_problems(c, world_size)
         yield from shared_engine(c.rollout.engine_tp_size, world_size, local_ranks)
@@ -161,26 +162,6 @@ class RLPreflight(TrainingPreflight):
             yield "  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)"
         elif r.offload_during_rollout and r.sync_proof in ("canary", "both"):
             yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint avoids this"
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """Format the multiples of ``step`` around ``value`` that are above 0: ``96 or 128``."""
-    below = value // step * step
-    return " or ".join(str(n) for n in (below, below + step) if n > 0)
-
-
-def _batches(c: Config, world_size: int) -> Iterator[str]:
-    prompts, samples, batch = c.rollout.rollout_batch_size, c.rollout.n_samples_per_prompt, c.train.train_batch_size
-    if min(prompts, samples, batch) < 1:
-        return
-    total = prompts * samples
-    if total % batch:
-        yield (
-            f"--train_batch_size {batch}: a rollout has {prompts} prompts x {samples} samples = {total}, which must be "
-            f"a multiple of it; nearest valid: --train_batch_size {nearest_divisors(total, batch)}, "
-            f"or --rollout_batch_size {nearest_multiples(prompts, batch // gcd(batch, samples))}")
-    for name, value in (("rollout_batch_size", prompts), ("train_batch_size", batch)):
-        yield from per_rank(name, value, world_size)
 
 
 def _reference(m: ModelConfig, world_size: int) -> Iterator[str]:

@@ -3,7 +3,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import flatten, options
+from lightrft.preflight.batches import nearest_divisors
 from lightrft.preflight.written import written_problems
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.utils.errors import did_you_mean, install_command
@@ -269,21 +269,6 @@ def divides(name: str, size: int, world_size: int) -> Iterator[str]:
     if size > 0 and world_size % size:
         yield (f"--{name} {size}: must divide the {world_size} ranks; "
                f"nearest valid value: {nearest_divisors(world_size, size)}")
-
-
-def nearest_divisors(total: int, value: int) -> str:
-    """Format the divisors of ``total`` around ``value``: ``4 or 8``."""
-    small = [n for n in range(1, isqrt(total) + 1) if total % n == 0]
-    divisors = [*small, *(total // n for n in small)]
-    picks = [max((n for n in divisors if n <= value), default=0), min((n for n in divisors if n >= value), default=0)]
-    return " or ".join(str(n) for n in dict.fromkeys(picks) if n)
-
-
-def per_rank(name: str, value: int, world_size: int) -> Iterator[str]:
-    """Yield a problem of a count that is smaller than the number of ranks."""
-    if value < world_size:
-        yield (
-            f"--{name} {value}: each of the {world_size} ranks needs at least one; nearest valid value: {world_size}")
 
 
 def evaluations(c: Tree, eval_steps: int) -> Iterator[str]:

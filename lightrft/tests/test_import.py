@@ -1,4 +1,5 @@
 """``import lightrft`` is light, and every public name and every module loads without any optional package."""
+import json
 import pkgutil
 import subprocess
 import sys
@@ -50,6 +51,70 @@ def test_a_mistake_in_the_value_of_an_option_does_not_wait_for_torch(tmp_path, m
         f"for command in {MISTAKES}:\n    try:\n        main(command.split())\n"
         "    except SystemExit as end:\n        assert end.code == 2, command\n"
         "    else: assert False, command\n    assert 'torch' not in sys.modules, command")
+
+
+ROWS = {
+    "prompts": {"prompt": "1?", "reference": "1"}, "demos": {"prompt": "1?", "response": "1"},
+    "pairs": {"prompt": "1?", "chosen": "1", "rejected": "2"}, "steps": {"input": "1+1=2#", "label": ["+"]}
+}  # yapf: disable
+BROKEN = "broken.jsonl, line 2: not valid JSON"
+NO_COLUMN = "_key 'absent': no row of "
+SYNTAX = "bad.py, line 1: invalid syntax"
+FEW = "_batch_size 16: a batch cannot be filled, the data has 8 rows; give at most that"
+INPUTS = {
+    "train --prompt_data prompts.jsonl --reward exact --reference_key absent": NO_COLUMN,
+    "train --prompt_data prompts.jsonl --reward exact --train_batch_size 100": "which must be a multiple of it",
+    "train --prompt_data prompts.jsonl --reward exact --rollout_batch_size 16": FEW,
+    "train --prompt_data prompts.jsonl --reward exact --rollout_batch_size 8 --pretrain_data broken.jsonl": BROKEN,
+    "train --prompt_data prompts.jsonl --eval_data broken.jsonl --reward exact": "a batch cannot be filled",
+    "train --prompt_data prompts.jsonl --rollout_batch_size 8 --eval_suite gsm8k=prompts.jsonl": "not a row of openai",
+    "train --prompt_data prompts.jsonl --reward bad.py": SYNTAX,
+    "train --prompt_data broken.jsonl": BROKEN,
+    "sft --train_data demos.jsonl --output_key absent": NO_COLUMN,
+    "sft --train_data pairs.jsonl": "the row has no answer to train on",
+    "sft --train_data demos.jsonl --train_batch_size 16": FEW,
+    "sft --train_data demos.jsonl --train_batch_size 8 --eval_data broken.jsonl": BROKEN,
+    "kd --train_data demos.jsonl --teacher_model . --input_key absent": NO_COLUMN,
+    "dpo --train_data pairs.jsonl --chosen_key absent": NO_COLUMN,
+    "rm --train_data demos.jsonl": "the chosen answer is missing or empty",
+    "grm --train_data pairs.jsonl --judgement_key absent": NO_COLUMN,
+    "kto --train_data demos.jsonl --label_key absent": NO_COLUMN,
+    "prm --train_data steps.jsonl --placeholder_token # --label_key absent": NO_COLUMN,
+    "evaluate --eval_data prompts.jsonl --input_key absent": NO_COLUMN,
+    "evaluate --eval_data prompts.jsonl --score bad.py": SYNTAX,
+    "evaluate --eval_data prompts.jsonl --score none.py": "--score none.py: no such file",
+    "generate --prompt_data prompts.jsonl --input_key absent": NO_COLUMN,
+    "generate --prompt_data prompts.jsonl --score bad.py": SYNTAX,
+    "generate --eval_task rm --prompt_data broken.jsonl --score exact": BROKEN,
+}
+PROGRAM = """
+import contextlib, io, sys
+from lightrft import SFT
+from lightrft.cli.main import main
+for command, told in {inputs}.items():
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main([*command.split(), "--pretrain", "."])
+        except SystemExit as end:
+            assert end.code == 2, command
+    assert told in said.getvalue(), (command, said.getvalue())
+    assert "torch" not in sys.modules, command
+try:
+    SFT(".", [{{"prompt": "1?", "response": "1"}}], output_key="absent").train()
+except ValueError as error:
+    assert str(error).startswith("output_key 'absent': no row"), error
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_mistake_in_rows_batches_or_reward_files_does_not_wait_for_torch(tmp_path, monkeypatch):
+    """Of every command that reads them, and of a Python program."""
+    for name, row in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "1?", "response": "1"}\n{"prompt": ')
+    (tmp_path / "bad.py").write_text("def score(:")
+    monkeypatch.chdir(tmp_path)
+    run(PROGRAM.format(inputs=INPUTS))
 
 
 def test_ranks_on_several_machines_find_a_missing_file_out_together(monkeypatch):

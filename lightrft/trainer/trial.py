@@ -21,7 +21,6 @@ from lightrft.datasets.media import KINDS, MediaError, MediaRules
 from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media, plain_marks
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rendering import Renderer
@@ -30,6 +29,7 @@ from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import check_context, media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
+from lightrft.preflight.inputs import is_here
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
@@ -74,8 +74,8 @@ def try_inputs(config: Tree, context: TrialContext = DEFAULT) -> Iterator[str]:
 def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
     assert context.read is not None, "the trainer reads rows"
     data, path = config.data, str(config.model.pretrain)
-    train, held_out = ([one for one in entries if _is_here(one)] for entries in (data.train_data, data.eval_data))
-    yield from (_later(one) for one in [*data.train_data, *data.eval_data] if not _is_here(one))
+    train, held_out = ([one for one in entries if is_here(one)] for entries in (data.train_data, data.eval_data))
+    yield from (_later(one) for one in [*data.train_data, *data.eval_data] if not is_here(one))
     tokenizer = yield from _tokenizer(path, data.chat_template)
     if tokenizer is None:
         return
@@ -146,10 +146,10 @@ def _check_start(config: Config, rows: int, beside: int) -> None:
     path, rollout = str(config.model.pretrain), config.rollout
     if Path(path).expanduser().exists():
         check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
-    if all(map(_is_here, config.data.prompt_data)):
+    if all(map(is_here, config.data.prompt_data)):
         check_batch(rollout.rollout_batch_size, rows, config.BATCH)
         check_total(config, steps_of_data(config, rows))
-    if config.ptx.pretrain_data and all(map(_is_here, config.ptx.pretrain_data)):
+    if config.ptx.pretrain_data and all(map(is_here, config.ptx.pretrain_data)):
         check_batch(config.pretraining_rows, beside, "ptx_batch_size")
 
 
@@ -169,15 +169,10 @@ def _known(rows: Rows, record: Record, cfg: DataConfig, store: MediaStore) -> Re
     return found
 
 
-def _is_here(entry: str) -> bool:
-    """Return True if the rows of an entry of the data are in memory, or on this machine."""
-    return entry.startswith("memory:") or Path(parse_source(entry)[1].rsplit("@", 1)[0]).expanduser().exists()
-
-
 def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     """Return a line for each entry of a split, and the rows of those that are on this machine."""
     entries = cfg.prompt_data if split == "train" else cfg.eval_data
-    here = [one for one in entries if _is_here(one)]
+    here = [one for one in entries if is_here(one)]
     later = [_later(entry) for entry in entries if entry not in here]
     if not here:
         return later, []
@@ -208,7 +203,7 @@ def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, s
     their rows are on this machine."""
     data, training = config.data, split == "train"
     entries, suites = (data.prompt_data, []) if training else (data.eval_data, data.eval_suite)
-    if not [*entries, *suites] or not all(map(_is_here, entries)) or not all(parse_suite(one)[1] for one in suites):
+    if not [*entries, *suites] or not all(map(is_here, entries)) or not all(parse_suite(one)[1] for one in suites):
         return 0
     return len(PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, split, scored=scored))
 

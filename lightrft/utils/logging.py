@@ -52,6 +52,17 @@ def get_logger() -> logging.Logger:
 
 
 @contextmanager
+def silent() -> Iterator[None]:
+    """Drop all that is logged below an error, of every library."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
 def one_rank_warns(part: str) -> Iterator[None]:
     """Let a part of the library log warnings on rank 0 alone, while every rank does the same."""
     logger = logging.getLogger(f"{_NAME}.{part}")

@@ -28,8 +28,7 @@ class SFTTrainer(OfflineTrainer[SFTExample]):
              media: MediaStore | None) -> SFTDataset:
         """Read conversations."""
         data = config.data
-        learning = Learning(data.output_key, data.multiturn, data.pretrain_mode)
-        return SFTDataset(data.as_data_config(), tokenizer, data.max_len, split, media, learning)
+        return SFTDataset(data.as_data_config(), tokenizer, data.max_len, split, media, Learning.of(data))
 
     def pack(self, rows: Sequence[SFTExample]) -> Batch:
         """Divide the loss by the number of assistant tokens."""
