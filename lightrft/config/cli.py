@@ -5,9 +5,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn
 
 from lightrft.config.compat import ALIASES, nearest, refusal
@@ -16,10 +13,11 @@ from lightrft.config.flags import add_tree
 from lightrft.config.help import Formatter, HELP, HelpAction
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError
+from lightrft.config.plugins import import_plugins, listed, Plugins
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
-from lightrft.utils.errors import CaptureException, did_you_mean, ExpectedError, first_line, leave_error, UserError
+from lightrft.utils.errors import did_you_mean, ExpectedError, leave_error, UserError
 
 Provenance = dict[str, str]
 
@@ -65,9 +63,9 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
         "--config", action="append", default=[], metavar="FILE.yaml",
         help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
     parser.add_argument(
-        "--plugin", action="append", default=[], metavar="MODULE",
-        help="import a module that registers algorithms (and their options), rewards or data sources; may be "
-        "given several times")
+        "--plugin", action="extend", nargs="+", default=[], metavar="FILE.py",
+        help="import Python files, or modules by name, that register algorithms (and their options), rewards or data "
+        "sources; several are separated by spaces or commas, and the flag may be given again")
     parser.add_argument("--dry_run", action="store_true",
                         help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
     parser.add_argument(
@@ -111,57 +109,10 @@ def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, A
 def _plugins(argv: Sequence[str] | None) -> list[str]:
     """Collect the plugins that the ``--config`` files, then the command line name, each once."""
     early = _Parser(add_help=False, allow_abbrev=False)
-    for flag in ("--config", "--plugin"):
-        early.add_argument(flag, action="append", default=[])
+    early.add_argument("--config", action="append", default=[])
+    early.add_argument("--plugin", action="extend", nargs="+", default=[])
     given, _ = early.parse_known_args(argv)
-    return list(dict.fromkeys([name for path in given.config for name in plugins_of(path)] + given.plugin))
-
-
-def _import_plugins(plugins: list[str], tree: type) -> None:
-    """Import each plugin; modules in the current folder are found, as with ``python -m``.
-
-    Raises:
-        ConfigError: in one line, for whatever is wrong with a plugin, the options that it adds to ``tree`` included.
-    """
-    if plugins and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for name in plugins:
-        _refuse_path(name)
-        with CaptureException() as captured:
-            import_module(name)
-            options(tree)
-        if isinstance(captured.cause, Exception):
-            raise ConfigError(f"--plugin {name}: {_plugin_problem(name, captured.cause)}") from None
-        if captured.cause is not None:  # an interrupt or an exit
-            raise captured.cause
-
-
-def _refuse_path(name: str) -> None:
-    """Raise an error that names the module if ``name`` is a path (or nothing)."""
-    if name and not name.startswith(".") and not name.endswith(".py") and os.sep not in name:
-        return
-    path = Path(os.path.relpath(name.removesuffix(".py") or "."))
-    if ".." in path.parts:
-        raise ConfigError(f"--plugin {name}: expected the name of a module, not a path; add {path.resolve().parent} to "
-                          f"PYTHONPATH and give --plugin {path.name}")
-    module = ".".join(path.parts).lstrip(".") or "MODULE"
-    raise ConfigError(f"--plugin {name}: expected the name of a module, not a path; give --plugin {module}")
-
-
-def _plugin_problem(name: str, error: Exception) -> str:
-    """Explain why the import of a plugin failed, with the innermost line of the plugin."""
-    if isinstance(error, UserError):  # an option that it declares
-        return str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-        return f"no such module (looked in {os.getcwd()} and PYTHONPATH)"
-    lines = [
-        f"{frame.f_code.co_filename}:{line}: " for frame, line in walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == name.partition(".")[0]
-    ]
-    reason = first_line(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        lines, reason = [f"{error.filename}:{error.lineno}: "], error.msg
-    return f"{''.join(lines[-1:])}{type(error).__name__}: {reason}; python -c 'import {name}' shows the traceback"
+    return list(dict.fromkeys([name for path in given.config for name in plugins_of(path)] + listed(given.plugin)))
 
 
 def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any],
@@ -239,12 +190,12 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
     with exit_on_config_error(prog):
         argv = _in_own_flags(argv, tree)
         plugins = _plugins(argv)
-        _import_plugins(plugins, tree)  # first, because they may declare options
+        import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
         return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)._replace(prog=prog)
 
 
-def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Sequence[str] = (),
+def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Plugins = (),
                    defaults: dict[str, Any] | None = None, keywords: Mapping[str, str] | None = None) -> ParsedConfig:
     """Build the option tree from Python values by option name, as :func:`parse_config` does from flags.
 
@@ -256,7 +207,7 @@ def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Sequence
     """
     keywords = keywords or {}
     with keyword_words(tree, keywords):
-        _import_plugins(list(plugins), tree)
+        import_plugins(names := listed(plugins), tree)
         values, provenance = resolve(tree, _script_defaults(defaults, tree),
                                      [Layer("keyword", convert_options(given, tree))])
-        return ParsedConfig(build(tree, values), provenance, False, list(plugins), keywords=keywords)
+        return ParsedConfig(build(tree, values), provenance, False, names, keywords=keywords)

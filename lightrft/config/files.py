@@ -6,11 +6,12 @@ import yaml
 
 from lightrft.config.compat import ALIASES, grant, nearest, refusal
 from lightrft.config.options import ConfigError
+from lightrft.config.plugins import listed
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.errors import did_you_mean
 
 _OUTSIDE = {
-    "plugin": "from Python give plugins=['module']",
+    "plugin": "from Python give plugins=['my_file.py']",
     "config": "give the options of the file themselves; on the command line, --config FILE.yaml",
     "dry_run": "from Python call .plan(); on the command line, --dry_run",
     "plan_gpus": "on the command line --dry_run --plan_gpus 8xH100, from Python .plan(gpus=\"8xH100\")",
@@ -99,8 +100,7 @@ class _Reader:
 
 def plugins_of(path: str | Path) -> list[str]:
     """Read the plugins that a YAML file names."""
-    named = _read(Path(path)).get("plugin") or []
-    return [str(name) for name in (named if isinstance(named, list) else [named])]
+    return listed(_read(Path(path)).get("plugin") or [])
 
 
 def convert_options(given: dict[str, Any], tree: type) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from lightrft.algorithms import POLICY_LOSSES, table
 from lightrft.algorithms.base import REGISTRIES
 from lightrft.cli import train
 from lightrft.config import tree as config_tree
-from lightrft.config.cli import parse_config
+from lightrft.config.cli import parse_config, parse_keywords
+from lightrft.config.files import to_yaml
 from lightrft.config.options import ConfigError, option
 from lightrft.config.schema import AlgorithmConfig, Config
 from lightrft.config.sft_schema import SFTConfig
@@ -183,7 +184,6 @@ def test_problems_that_the_tree_shows(name, line, message):
 
 
 LINE = "    tilt: float = option(0.5, "
-NO_MODULE = "expected the name of a module, not a path; "
 
 
 @pytest.mark.parametrize("wrong,right,part", [
@@ -219,19 +219,64 @@ def test_two_plugins_with_the_same_option_are_named(tmp_path, monkeypatch, capsy
             "(my_loss.TiltedOptions); choose another name") in message
 
 
-@pytest.mark.parametrize("name,remedy", [
-    ("./pl/aaa.py", "give --plugin pl.aaa"),
-    ("aaa.py", "give --plugin aaa"),
-    ("pl/aaa", "give --plugin pl.aaa"),
-    (".aaa", "give --plugin aaa"),
-    ("", "give --plugin MODULE"),
-    ("../pl/aaa.py", "add {0}/pl to PYTHONPATH and give --plugin aaa"),
+@pytest.fixture(name="files")
+def fixture_files(tmp_path, monkeypatch):
+    """A folder with plugins that say that they were imported, as the current one; what they add is gone after it."""
+    for name in ("one.py", "two.py", "pl/three.py", "pack/__init__.py", "pack/four.py", "bare/five.py", "~/six.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import sys\nsys.imported_plugins.append(__name__)\n")
+    (tmp_path / "pack" / "four.py").write_text("from . import sys\nsys.imported_plugins.append(__name__)\n")
+    (tmp_path / "json.py").touch()
+    (tmp_path / "wrong.py").write_text("def f(:\n")
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "imported_plugins", [], raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "~"))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name in ("one", "two", "three", "pack", "pack.four", "five", "six", "bare"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("words,names", [
+    (["one.py", "two"], "one two"),
+    (["./one.py,pl/three.py"], "one three"),
+    (["one", "--plugin", "pl/three", "--seed", "1"], "one three"),
+    (["{0}/two.py", "~/six.py"], "two six"),
+    (["pack", "pack/four.py"], "pack pack.four"),
+    (["pack/", "pack/__init__.py"], "pack"),
+    (["../{1}/pl/three.py"], "three"),
 ])
-def test_a_path_is_no_plugin(name, remedy, capsys, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    message = error_of(capsys, ["--plugin", name])
-    assert f"--plugin {name}: {NO_MODULE}{remedy.format(tmp_path.resolve())}\n" in message
+def test_plugins_are_files_and_modules(words, names, files):
+    words = [word.format(files, files.name) for word in words]
+    plugins = parse_config(["--plugin", *words]).plugins
+    assert sys.imported_plugins == names.split()
+    (files / "c.yaml").write_text(to_yaml(Config(), plugins))
+    assert parse_config(["--config", "c.yaml"]).plugins == plugins
+    assert parse_keywords({}, plugins=[Path(plugin) for plugin in plugins[:1]]).plugins == [str(Path(plugins[0]))]
+
+
+def test_plugins_of_a_program_and_of_a_file_are_one_text_too(files):
+    assert parse_keywords({}, plugins="one.py,pl/three.py").plugins == ["one.py", "pl/three.py"]
+    (files / "c.yaml").write_text("plugin: two.py, pack\n".replace(", ", ","))
+    assert parse_config(["--config", "c.yaml"]).plugins == ["two.py", "pack"]
+    assert sys.imported_plugins == ["one", "three", "two", "pack"]
+
+
+@pytest.mark.parametrize("name,told", [
+    ("onne.py", "no such file (did you mean one.py?)"),
+    ("pl/tree.py", "no such file (did you mean three.py?)"),
+    (".one", "no name of a module; give --plugin one"),
+    ("bare/", "a folder without __init__.py, of which nothing is imported; name a file in it, such as bare/my_file.py"),
+    ("bare", "a folder without __init__.py, of which nothing is imported; name a file in it, such as bare/my_file.py"),
+    ("./json.py", "already; give the file another name"),
+    ("wrong.py", "wrong.py:1: SyntaxError: invalid syntax; python "),
+    ("no_such_module", "no such module (looked in "),
+    ("", "expected a Python file or the name of a module"),
+])  # yapf: disable
+def test_what_is_no_plugin_is_named(name, told, files, capsys):
+    assert "--plugin" in (message := error_of(capsys, ["--plugin", name])) and told in message, message
 
 
 def test_a_group_keeps_its_words():
