@@ -151,15 +151,8 @@ def answered(prompt: str | list[Message], answer: str | list[Message], renderer:
 
 def demonstrations(rows: Rows, renderer: Renderer, learning: Learning = ALL_TURNS,
                    named: Iterable[str] = ("input_key", )) -> list[Conversation]:
-    """Recognise the rows of one entry with :func:`to_conversation`.
-
-    Args:
-        named: options of columns that rows must have where they are named, beside that of the answer.
-
-    Raises:
-        DataError: as :func:`to_conversation`, :func:`check_turns` and
-            :func:`~lightrft.datasets.records.check_named_columns`.
-    """
+    """Recognise the rows of one entry with :func:`to_conversation`, and check their columns, of which the options
+    ``named`` name some, and their turns."""
     check_named_columns(rows, renderer.cfg, named)
     check_named_columns(rows, learning, ["output_key"])
     chats = [learning.narrowed(to_conversation(row, renderer, rows.where(i), learning))

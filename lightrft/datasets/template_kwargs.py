@@ -1,14 +1,12 @@
 """Keyword arguments with which a row is rendered by a chat template: its tools, and its ``chat_template_kwargs``."""
 import json
+from functools import cache
 from inspect import signature
 from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.datasets.rows import DataError, Row
 
 TemplateKwargs = dict[str, Any]
-_RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents", "kwargs"}
 
 
 def template_kwargs(row: Row, chat: bool, where: str) -> TemplateKwargs:
@@ -40,9 +38,16 @@ def check_kwargs(kwargs: TemplateKwargs, name: str) -> None:
     Raises:
         DataError: there is one; ``name`` says where.
     """
-    if taken := sorted(_RESERVED & kwargs.keys()):
+    if taken := sorted(_reserved() & kwargs.keys()) if kwargs else []:
         raise DataError(f"{name} sets {', '.join(taken)}, which is not a variable of templates, or is set by the "
                         "rendering. Remove it; schemas of tools belong in the column 'tools'")
+
+
+@cache
+def _reserved() -> set[str]:
+    """Return the names that no template gets from a row."""
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # slow to import, and rarely needed
+    return {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents", "kwargs"}
 
 
 def without_nulls(value: Any) -> Any:

@@ -97,10 +97,10 @@ def test_a_plan_for_many_processes_starts_none(monkeypatch):
 @pytest.mark.dist
 def test_an_error_of_the_user_is_the_last_line_and_comes_once(tmp_path):
     """Before there is a process group, and within one; the launcher adds nothing."""
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1", "reference": "2"}')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1", "reference": "2"}\n' * 2)
     early = run("train", "--nproc", "2", "--pretrain", "model", "--prompt_data", "data", "--n_samples_per_prompt", "0")
     late = run("train", "--nproc", "2", "--pretrain", str(ROOT / "docs"), "--prompt_data", str(tmp_path / "a.jsonl"),
-               "--save_path", str(tmp_path / "run"))
+               "--rollout_batch_size", "2", "--save_path", str(tmp_path / "run"))
     for done, said in ((early, "--n_samples_per_prompt 0"), (late, "holds no tokenizer")):
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         last = done.stderr.strip().splitlines()[-1]
