@@ -71,6 +71,14 @@ class PairLoss:
 PAIR_LOSSES: Registry[PairLoss] = Registry("preference loss")
 
 
+def ordered_rightly(margins: Tensor) -> Tensor:
+    """Score of each pair from chosen minus rejected: 1 above 0, 1/2 at a tie, else 0; its mean is the accuracy.
+
+    A tie is what a model says that cannot tell the two apart: as often right as a guess.
+    """
+    return (margins > 0).double() + 0.5 * (margins == 0).double()
+
+
 def _pair_loss(name: str, **facts: bool) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
 
     def add(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -69,8 +69,10 @@ def install_command(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of an error's message, or its type; a heading (it ends with a colon, as that of torch about
+    weights of other sizes) comes with the line below it."""
+    heading, *lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{heading} {lines[0].strip()}" if lines and heading.endswith(":") else heading
 
 
 def did_you_mean(name: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:

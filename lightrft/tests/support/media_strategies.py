@@ -30,7 +30,7 @@ from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
 from lightrft.tests.support.media_runs import picture
 from lightrft.tests.support.tiny_vision import FAMILIES, PICTURE
 from lightrft.tests.support.media_rig import MediaRig
-from lightrft.tests.support.tiny_sound import SOUNDS
+from lightrft.tests.support.tiny_vision import SOUNDS
 from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
 from lightrft.trainer.model_media import connect_media, open_media
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
 from transformers.video_utils import VideoMetadata
@@ -11,6 +12,7 @@ from transformers.video_utils import VideoMetadata
 from lightrft.models.weight_files import name_as_published
 from lightrft.tests.support import tiny
 
+pytest.importorskip("torchvision", reason="processors need torchvision: make test installs it")
 _TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.12,
          "bos_token_id": None}  # yapf: disable

@@ -1,12 +1,13 @@
-"""Tiny random models that see or hear; their processors need torchvision."""
+"""Tiny random models that see or hear. Their processors need torchvision; without it, modules of tests that import this
+are skipped."""
 from pathlib import Path
 
 from lightrft.tests.support.tiny_family import TinyFamily
-from lightrft.tests.support.tiny_grids import GRIDS, PICTURE
-from lightrft.tests.support.tiny_sound import SOUNDS
+from lightrft.tests.support.tiny_grids import GRIDS, PICTURE, VIDEO
+from lightrft.tests.support.tiny_sound import LONG, SOUNDS
 from lightrft.tests.support.tiny_towers import TOWERS
 
-__all__ = ["FAMILIES", "PICTURE", "save_model"]
+__all__ = ["FAMILIES", "LONG", "PICTURE", "SOUNDS", "VIDEO", "save_model"]
 FAMILIES: dict[str, TinyFamily] = GRIDS | TOWERS | SOUNDS
 
 

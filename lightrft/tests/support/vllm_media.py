@@ -23,7 +23,7 @@ from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_families
 from lightrft.rollout.vllm import weights
 from lightrft.rollout.vllm.engine import WITH_VIDEOS
-from lightrft.tests.support import tiny_sound, tiny_vision
+from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.engine_rig import LARGEST, NEW, STOPS, requests
 from lightrft.tests.support.vision_rig import Sees
 from lightrft.trainer.checks.parity import check_parity
@@ -34,7 +34,9 @@ MISTRAL = ("llava", "llava_next", "llava_onevision", "llava_pixtral", "mistral3"
 OTHERS = ("gemma4", "idefics3", "qwen2_5_vl", "qwen2_audio_long", "qwen2_vl", "qwen3_vl", "smolvlm", *MISTRAL)
 _LAYERS = tiny_vision.FAMILIES["gemma4_layers"]
 _WIDE = _LAYERS.config | {"text_config": _LAYERS.config["text_config"] | {"global_head_dim": 64}}  # as published ones
-FAMILIES = tiny_vision.FAMILIES | {"gemma4_layers": replace(_LAYERS, config=_WIDE), "qwen2_audio_long": tiny_sound.LONG}
+FAMILIES = tiny_vision.FAMILIES | {
+    "gemma4_layers": replace(_LAYERS, config=_WIDE), "qwen2_audio_long": tiny_vision.LONG
+}
 ROOM = 512  # tokens of a prompt and its response, if the config says no other number
 
 

@@ -9,7 +9,7 @@ from lightrft.config.preference_schema import DPOConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import Pair
 from lightrft.datasets.rows import DataError, place_of
-from lightrft.ops.preference import match_by_rank, PAIR_LOSSES, Pairs
+from lightrft.ops.preference import match_by_rank, ordered_rightly, PAIR_LOSSES, Pairs
 from lightrft.ops.segment import segment_sum
 from lightrft.trainer.offline.offline_trainer import Batch, Loss
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
@@ -78,6 +78,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         chosen, rejected = (cfg.beta * ratio.detach() for ratio in loss.ratios(pairs))
         metrics = {
             "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margin": chosen - rejected, "accuracy":
-            (chosen > rejected).double(), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected, "nll": nll
+            ordered_rightly(chosen - rejected), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected, "nll":
+            nll
         }
         return ((losses + cfg.nll_loss_coef * nll).sum() / total).float(), metrics

@@ -50,7 +50,7 @@ class GRMTrainer(SFTTrainer):
         said = self.judge(rows)
         metrics["eval/answered"] = sum(one in ANSWERS for one in said) / len(rows)
         for name, places in {"accuracy": (0, 1, TIE), **{f"accuracy_{ORDERS[i]}": (i, ) for i in ORDERS}}.items():
-            verdicts = [one == ANSWERS[row.right] for row, one in zip(rows, said) if row.right in places]
+            verdicts = [_credit(row, one) for row, one in zip(rows, said) if row.right in places]
             metrics |= {f"eval/{name}": sum(verdicts) / len(verdicts)} if verdicts else {}
         return metrics
 
@@ -87,6 +87,11 @@ class GRMTrainer(SFTTrainer):
         rooms = [max(1, context - len(prompt.token_ids)) for prompt in prompts]
         spare = [max(0, room.bit_length() - 4) for room in rooms]
         return [most if room >= most else room >> digits << digits for room, digits in zip(rooms, spare)]
+
+
+def _credit(row: JudgedExample, answer: str) -> float:
+    """Return 1 for the right answer, and 1/2 for a tie where one candidate is better, as for equal rewards."""
+    return 1.0 if answer == ANSWERS[row.right] else 0.5 * (answer == ANSWERS[TIE])
 
 
 def _prompt(row: JudgedExample) -> Prompt:

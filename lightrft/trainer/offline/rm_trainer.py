@@ -14,7 +14,7 @@ from lightrft.datasets.preferences import Pair
 from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
-from lightrft.ops.preference import pair_loss
+from lightrft.ops.preference import ordered_rightly, pair_loss
 from lightrft.trainer.offline.offline_trainer import Batch, Loss
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer
 from lightrft.types import Experience
@@ -89,8 +89,8 @@ class RMTrainer(PairTrainer):
         for i, name in enumerate(self.config.model.heads_types):
             labelled = labels[:, i] != 0.5
             labelled &= ~labels[:, i].isnan()
-            right = torch.where(labels[:, i] > 0.5, gap[:, i] > 0, gap[:, i] < 0)
-            found["accuracy" if i == 0 else f"accuracy_{name}"] = right[labelled].float()
+            right = ordered_rightly(torch.where(labels[:, i] > 0.5, gap[:, i], -gap[:, i]))
+            found["accuracy" if i == 0 else f"accuracy_{name}"] = right[labelled]
         return found | {"rewards/chosen": chosen[:, 0], "rewards/rejected": rejected[:, 0], "rewards/margin": gap[:, 0]}
 
     def evaluate(self) -> dict[str, float]:

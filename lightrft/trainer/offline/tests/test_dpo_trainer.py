@@ -60,9 +60,9 @@ def test_loss_gradient_and_rewards_are_those_of_hugging_face(name, home, tmp_pat
     assert got["dpo/loss"] == pytest.approx(expected.item(), rel=2e-5) and got["dpo/pairs"] == 8
     assert got["dpo/grad_norm"] == pytest.approx(norm, rel=2e-4)
     chosen, rejected = (0.5 * ratio for ratio in loss.ratios(pairs))
-    found = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margin": chosen - rejected, "accuracy":
-             (chosen > rejected).double(), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected, "nll":
-             -pairs.chosen / pairs.chosen_lens}  # yapf: disable
+    found = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margin": chosen - rejected,
+             "accuracy": ((chosen - rejected).sign() + 1) / 2, "logps/chosen": pairs.chosen,
+             "logps/rejected": pairs.rejected, "nll": -pairs.chosen / pairs.chosen_lens}  # yapf: disable
     for key, values in found.items():
         assert got[f"dpo/{key}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-6), key
 
@@ -176,6 +176,7 @@ def test_a_damaged_cache_is_made_again(home, tmp_path):
 def test_training_on_pairs_learns_them(home, tmp_path):
     trainer = run(home, tmp_path, max_steps=12, eval_data=[str(home / "pairs.jsonl")], eval_steps=-1)
     lines = runs.metrics(tmp_path)
+    assert lines[0]["dpo/accuracy"] == 0.5, "before the first update all pairs are ties"
     assert lines[-1]["eval/accuracy"] > 0.9 and lines[0]["dpo/loss"] == pytest.approx(0.693, abs=1e-3)
     assert trainer.evaluate()["eval/loss"] < 0.4
 

@@ -107,7 +107,8 @@ def naive_accuracy(trainer, folder):
     for i, row in enumerate(trainer.eval_rows):
         ids = row.token_ids[:row.loss_mask.index(True)]
         out = hf.generate(torch.tensor([ids]), max_new_tokens=60, do_sample=False, attention_mask=None)[0, len(ids):]
-        found[row.right].append(verdict(tokenizer.decode(out, skip_special_tokens=True)) == ANSWERS[row.right])
+        said = verdict(tokenizer.decode(out, skip_special_tokens=True))
+        found[row.right].append(1.0 if said == ANSWERS[row.right] else 0.5 * (said == ANSWERS[2]))
     return {place: sum(right) / len(right) for place, right in found.items()}
 
 
@@ -144,6 +145,10 @@ def test_accuracies_are_told_apart_by_the_place_of_the_better_candidate(home, tm
         assert found.pop(f"eval/accuracy_{name}") == 1.0 == found["eval/answered"]
         assert {found.get("eval/accuracy_first", 0.0), found.get("eval/accuracy_second", 0.0)} == {0.0}
         assert found["eval/accuracy"] == places.count(place) / len(places), "ties count here"
+    trainer.judge = lambda rows: [ANSWERS[2]] * len(rows)
+    found = trainer.evaluate()
+    assert found["eval/accuracy_first"] == found["eval/accuracy_second"] == 0.5, "it cannot tell them apart"
+    assert found["eval/accuracy"] == (1 + places.count(2) / len(places)) / 2
     trainer.judge = lambda rows: ["no idea"] * len(rows)
     found = trainer.evaluate()
     assert found["eval/answered"] == found["eval/accuracy"] == found["eval/accuracy_first"] == 0.0

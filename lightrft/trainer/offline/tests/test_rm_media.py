@@ -17,7 +17,7 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import media_runs, runs, tiny_vision
 from lightrft.tests.support.preference_runs import metrics
-from lightrft.tests.support.tiny_grids import VIDEO
+from lightrft.tests.support.tiny_vision import VIDEO
 from lightrft.trainer.offline.dpo_trainer import DPOTrainer
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.offline.prm_trainer import PRMTrainer
