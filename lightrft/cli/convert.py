@@ -33,6 +33,7 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     from lightrft.models.loader import load_exported
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.foreign_checkpoints import match_names, open_checkpoint
+    from lightrft.utils.file_mode import give_modes
     check_empty(out)
     foreign = open_checkpoint(checkpoint) if checkpoint.is_dir() else None
     if foreign is None:
@@ -52,6 +53,7 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     _fill(model, state, checkpoint)
     model.save_pretrained(out)
     save_tokenizer(load_tokenizer(pretrain), out, pretrain)
+    give_modes(out)
 
 
 def _computed(model: "PreTrainedModel") -> list[str]:

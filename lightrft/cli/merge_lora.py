@@ -50,8 +50,10 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     check_empty(out)
     if not (adapter / "adapter_config.json").is_file():
         raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
+    from lightrft.utils.file_mode import give_modes
     with without_adapter(model) as base:
         _merge(base, adapter, out, is_rm, torch.bfloat16 if bf16 else torch.float32)
+    give_modes(out)
 
 
 def _merge(model: str, adapter: Path, out: Path, is_rm: bool, dtype: "torch.dtype") -> None:

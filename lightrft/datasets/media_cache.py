@@ -13,11 +13,11 @@ from uuid import uuid4
 
 import torch
 from safetensors import safe_open, SafetensorError
-from safetensors.torch import save_file
 
 from lightrft.datasets.media import Medium
 from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
+from lightrft.utils.file_mode import save_tensors
 from lightrft.utils.logging import get_logger
 
 _FORMAT = "3"  # of the files, and of what this package makes of a medium
@@ -101,7 +101,7 @@ class DiskCache:
             path.parent.mkdir(exist_ok=True)
             tensors = {name: tensor.contiguous() for name, tensor in made.tensors.items()}
             about = {"kind": made.kind, "text": made.text, "cut_s": str(made.cut_s), "sum": _checksum(made)}
-            save_file(tensors, whole, about)
+            save_tensors(tensors, whole, about)
             whole.replace(path)
         except (OSError, SafetensorError) as error:
             self._writes = False

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.plain_pickle import load_state, PlainReader
 from lightrft.utils.errors import UserError
 from lightrft.utils.sinks import backup_path
 
@@ -183,7 +184,7 @@ class CheckpointManager:
                 Nothing has been loaded then.
         """
         path = Path(path)
-        reader = FileSystemReader(path / "tensors")
+        reader = PlainReader(path / "tensors")
         tensors = self._tensors(prepared)
         _check_fit(path, tensors, reader.read_metadata().state_dict_metadata, list(prepared))
         dcp.load(tensors, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
@@ -192,7 +193,7 @@ class CheckpointManager:
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             self.strategy.load_state_dict(one, own)
         ranks = range(marker(path)["world_size"])
-        return read_global(path), [_from_file(path / f"rank_{rank:05d}.pt") for rank in ranks]
+        return read_global(path), [load_state(path / f"rank_{rank:05d}.pt") for rank in ranks]
 
 
 def _check_fit(path: Path, wanted: dict[str, Any], saved: dict[str, Any], names: list[str]) -> None:
@@ -219,11 +220,7 @@ def _to_bytes(value: Any) -> bytes:
 
 def read_global(path: Path) -> dict[str, Any]:
     """Read the state that the trainer keeps once from the checkpoint ``path``."""
-    return _from_file(path / "global.pt")
-
-
-def _from_file(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return load_state(path / "global.pt")
 
 
 def step_name(step: int) -> str:

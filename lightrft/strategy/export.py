@@ -8,8 +8,10 @@ from typing import Any, cast, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from lightrft.utils.file_mode import give_modes, save_tensors
 
 FILE_BYTES = 5 << 30
 MODEL_CONFIG = "model_config.json"  # not config.json: Hugging Face would take an adapter for a whole model
@@ -58,12 +60,12 @@ class SafetensorsWriter:
         return self.folder / f"model-part-{index:05d}.safetensors.tmp"
 
     def _flush(self) -> None:
-        part = str(self._part(len(self.parts)))
+        part = self._part(len(self.parts))
         try:
-            save_file(self.pending, part, metadata={"format": "pt"})
+            save_tensors(self.pending, part, {"format": "pt"})
         except SafetensorError as error:
             number = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
-            raise OSError(number, str(error), part) from error
+            raise OSError(number, str(error), str(part)) from error
         self.parts.append(list(self.pending))
         self.pending, self.size = {}, 0
 
@@ -168,5 +170,6 @@ def write_adapter(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: 
     whole = {name: tensor.contiguous() for name, tensor in adapter.items() if "lora_" not in name}
     if whole:  # PEFT leaves them out: it has no wrapper around them here
         file = folder / "adapter_model.safetensors"
-        save_file(load_file(file) | whole, file, metadata={"format": "pt"})
+        save_tensors(load_file(file) | whole, file, {"format": "pt"})
     cast(Any, hf).get_base_model().config.to_json_file(folder / MODEL_CONFIG)
+    give_modes(folder)

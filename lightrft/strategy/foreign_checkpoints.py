@@ -10,11 +10,11 @@ from pickle import UnpicklingError
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
+from lightrft.strategy.plain_pickle import load_plain, loads_are_plain, PlainReader
 from lightrft.utils.errors import UserError
 
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -24,7 +24,8 @@ OTHERS = re.compile(
     r"|(^|\.)(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|step)$")
 LEGACY_BUFFERS = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")  # older versions of transformers stored them
 
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException)
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, UnpicklingError,
+              CheckpointException)
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def _opened(folder: Path) -> ForeignCheckpoint | None:
 
 
 def _open_dcp(folder: Path) -> ForeignCheckpoint:
-    reader = FileSystemReader(folder)
+    reader = PlainReader(folder)
     saved = {
         name: one for name, one in reader.read_metadata().state_dict_metadata.items()
         if isinstance(one, TensorStorageMetadata)
@@ -86,7 +87,7 @@ def _open_dcp(folder: Path) -> ForeignCheckpoint:
     def read(names: list[str]) -> dict[str, Tensor]:
         state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in names}
         with reading(folder):
-            dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+            dcp.load(state, storage_reader=PlainReader(folder), no_dist=True)
         return state
 
     return ForeignCheckpoint("DCP", list(saved), read)
@@ -98,12 +99,14 @@ def _open_deepspeed(folder: Path, tag: str) -> ForeignCheckpoint:
     if not states:
         raise UserError(f"{folder / tag} has no model_states.pt; give a folder that DeepSpeed's save_checkpoint wrote")
     if not any((folder / tag).glob("*_optim_states.pt")):
-        state = torch.load(states[0], map_location="cpu", weights_only=False)["module"]
+        state = load_plain(states[0])["module"]
     else:
         if find_spec("deepspeed") is None:
             raise UserError(NO_DEEPSPEED)
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
+        with loads_are_plain():
+            state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
+    state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return ForeignCheckpoint("DeepSpeed", list(state), lambda names: {name: state[name] for name in names})
 
 

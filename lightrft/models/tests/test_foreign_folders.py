@@ -92,6 +92,7 @@ def test_a_run_from_an_invalid_generation_config_ends_with_a_whole_model(tmp_pat
         assert (written.do_sample, written.temperature, written.eos_token_id) == (False, None, 7)
         assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
             file.name for file in folder.iterdir()}  # yapf: disable
+        assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "that of the umask"
 
 
 @pytest.mark.parametrize("values,left", [

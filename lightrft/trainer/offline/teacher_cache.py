@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open, SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightrft.ops.segment import segment_sum
@@ -16,6 +15,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.offline.reference_cache import digests, made_folder, part_of
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
+from lightrft.utils.file_mode import save_tensors
 from lightrft.utils.hub import model_digest
 
 _FORMAT = "1"  # of the files
@@ -103,7 +103,7 @@ class TeacherCache:
                    "ends": torch.tensor([*map(len, ids)]).cumsum(0), "logprobs": torch.cat(logprobs),
                    "ids": torch.cat(ids).int()}  # yapf: disable
         file = self.folder / f"{hashlib.blake2b(joined, digest_size=16).hexdigest()}.safetensors"
-        save_file(content, part := part_of(file))
+        save_tensors(content, part := part_of(file))
         os.replace(part, file)
         self._new = []
 
