@@ -188,7 +188,7 @@ def _asked(row: Row, key: str, where: str) -> Answer | None:
     if column == key and isinstance(row[key], list):
         return to_messages(row[key], where)
     if not missing(row.get(column)):
-        return normalise_prompt(row[column], where)
+        return normalise_prompt(row[column], where, column)
     return "" if key in row else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+from lightrft.utils.logging import get_logger
 
 Message = dict[str, Any]
 
@@ -18,6 +19,7 @@ PROMPT_COLUMNS = ("prompt", "messages", "input")
 ANSWER_COLUMNS = ("reference", "solution", "ground_truth", "answer", "output")
 _PROMPT_OPTIONS = {"input_key": (), "reference_key": ("extra_info", "reward_model"), "label_key": ("extra_info", )}
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")  # what an answer may have alone
+WHOLE_CHATS = ("messages", "conversations", "chosen", "rejected")  # columns of chats with their answers
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -199,8 +201,29 @@ def to_messages(value: Any, where: str) -> list[Message]:
     return [to_message(turn, where) for turn in (value if isinstance(value, list) else [value])]
 
 
-def normalise_prompt(value: Any, where: str) -> str | list[Message]:
-    """Normalise a prompt: text stays text; messages lose the answers at their end, to which the model would reply.
+def prefill_of(chat: list[Message]) -> str | None:
+    """Return the text of the answer that a chat ends with, which a response continues; None: it ends with another turn,
+    or with an answer that is more than text."""
+    last = chat[-1] if len(chat) > 1 else {}
+    content = joined(last.get("content"))
+    text = isinstance(content, str) and all(missing(last.get(name)) for name in _BESIDE_CONTENT)
+    return content if last.get("role") == "assistant" and text else None
+
+
+def continued(chat: list[Message], said: list[Message]) -> tuple[list[Message], str, list[Message]]:
+    """Join the prefill at the end of a prompt with the answer behind it: return the turns before both, the prefill, and
+    the turns from the whole answer on."""
+    prefill, first = prefill_of(chat), said[0] if said else {"role": ""}
+    if prefill is None or first["role"] != "assistant":
+        return chat, "", said
+    content = joined(first["content"])
+    whole = [{"type": "text", "text": prefill}, *content] if isinstance(content, list) else prefill + (content or "")
+    return chat[:-1], prefill, [{**first, "content": whole}, *said[1:]]
+
+
+def normalise_prompt(value: Any, where: str, column: str) -> str | list[Message]:
+    """Normalise a prompt: text stays text; in a ``column`` of whole chats, messages lose the answers at their end, to
+    which the model would reply. In others the answer at the end is a prefill.
 
     Raises:
         UnusableRow: nothing is left of the messages.
@@ -208,10 +231,15 @@ def normalise_prompt(value: Any, where: str) -> str | list[Message]:
     if isinstance(value, str):
         return value
     messages = to_messages(value, where)
-    while messages and messages[-1]["role"] == "assistant":
+    while column in WHOLE_CHATS and messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages or all(missing(message["content"]) for message in messages):
+    asked = messages if prefill_of(messages) is None else messages[:-1]
+    if all(missing(turn["content"]) or turn["role"] == "assistant" for turn in asked):
         raise UnusableRow(f"{where}: the row has no prompt, only empty or assistant messages. Remove it")
+    if asked[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the prompt ends with an answer that is more than text (a call of a tool, say), which "
+            "no response continues. Remove that turn, or add the one that follows it")
     return messages
 
 
@@ -228,7 +256,7 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
         raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
                         "with --input_key, or remove the row")
     row_id, asked = first_value((row, "id"), (row, "uid")), with_system(row[column], row, where)
-    prompt = normalise_prompt(asked, where)
+    prompt = normalise_prompt(asked, where, column)
     return Record(prompt=prompt, reference=find_reference(row, cfg.reference_key), label=find_label(row, cfg.label_key),
                   data_source=str(row.get("data_source") or ""), row_id=None if row_id is None else str(row_id),
                   columns={key: value for key, value in row.items() if key != column},
@@ -278,9 +306,24 @@ def to_records(rows: Rows, cfg: DataConfig) -> list[Record]:
     """
     check_named_columns(rows, cfg, _PROMPT_OPTIONS, _PROMPT_OPTIONS)
     records = [to_record(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
+    _report_answers(rows, records, cfg)
     for i, record in enumerate(records):
         _check_same_shape(rows, records, i, record)
     return records
+
+
+def _report_answers(rows: Rows, records: list[Record], cfg: DataConfig) -> None:
+    """Log how many prompts lost the answers at their end, and how many end with one that responses continue."""
+    begun = sum(isinstance(record.prompt, list) and prefill_of(record.prompt) is not None for record in records)
+    columns = [prompt_column(as_chat(row, cfg.input_key, ""), cfg.input_key) for row in rows.rows]
+    chats = [
+        as_chat(row, cfg.input_key, "")[column] for row, column in zip(rows.rows, columns) if column in WHOLE_CHATS
+    ]
+    ended = sum(isinstance(chat, list) and to_message(chat[-1], "")["role"] == "assistant" for chat in chats)
+    for count, text in ((ended, "end with an answer in a column of whole chats, which the prompt leaves out"),
+                        (begun, "end with an answer that responses continue (a prefill)")):
+        if count:
+            get_logger().info("%s: %d of %d rows %s", rows.origin(0)[0], count, len(rows), text)
 
 
 def _check_same_shape(rows: Rows, records: list[Record], i: int, record: Record) -> None:

@@ -5,20 +5,23 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.records import joined, Message
+from lightrft.datasets.records import joined, Message, prefill_of
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.template_kwargs import check_kwargs, TemplateKwargs
+from lightrft.utils.logging import warn_of_all
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _ASK: Message = {"role": "user", "content": "?"}
 _PROBE = "lightrft"  # a text to find in what a template writes
+_MARKS = ("\n", "0", ".", "|")  # characters, of which one merges with no given text
 CHUNK = 2048  # rows a worker process tokenizes at a time
 
 
@@ -42,6 +45,7 @@ class Renderer:
         check_kwargs(cfg.chat_template_kwargs, "--chat_template_kwargs")
         self.cfg, self.tokenizer, self.suffix = cfg, tokenizer, suffix
         self._dropped: dict[str, bool] = {}
+        self._warned: set[str] = set()
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -57,7 +61,7 @@ class Renderer:
     def opening(self) -> str:
         """Text that the chat template writes before an answer."""
         asked, opened = (self.chat_text([[_ASK]], generation_prompt=each)[0] for each in (False, True))
-        return opened.removeprefix(asked)
+        return opened[len(commonprefix([asked, opened])):]
 
     def messages(self, prompt: str | list[Message]) -> list[Message] | None:
         """Return the chat to render, or None for a text that stays unchanged."""
@@ -157,6 +161,70 @@ class Renderer:
             self._dropped[role] = _PROBE not in found
         return self._dropped[role]
 
+    def opened(self, chats: list[list[Message]], kwargs: Sequence[TemplateKwargs] = ()) -> list[str]:
+        """Render chats up to the first token that is drawn: the generation prompt, the suffix, and the start of the
+        answer that a chat may end with (a prefill), as it is."""
+        asked = [chat if prefill_of(chat) is None else chat[:-1] for chat in chats]
+        texts = self.chat_text(asked, generation_prompt=True, kwargs=kwargs)
+        return [self._begun(chat, text, values)
+                for chat, text, values in zip(chats, texts, kwargs or [{}] * len(chats))]  # yapf: disable
+
+    def _begun(self, chat: list[Message], opened: str, kwargs: TemplateKwargs) -> str:
+        """Write the suffix and a prefill behind ``opened``, the generation prompt: that with a blank which the template
+        writes before every answer, or without the start of a thought which the prefill repeats."""
+        prefill = prefill_of(chat)
+        if prefill is None:
+            return opened + self.suffix
+        probe = [*chat[:-1], {**chat[-1], "content": _PROBE}]
+        written = self.chat_text([probe], generation_prompt=False, kwargs=[kwargs])[0]
+        written = written[:max(written.rfind(_PROBE), 0)]
+        blank = written.startswith(opened) and written[len(opened):].isspace()
+        repeated = opened.removeprefix(written).strip() if opened.startswith(written) else ""
+        before = written if blank or repeated and prefill.startswith(repeated) else opened
+        return before + self.suffix + prefill
+
+    def encode_after(self, contexts: list[str], texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        """Tokenize texts behind ``contexts``, whose own tokens stay as they are.
+
+        A tokenizer that puts a blank before every text (Metaspace) puts none before these.
+
+        Returns:
+            Of each text its tokens, and the characters at which they start (none for slow tokenizers).
+        """
+        if not self._adds_blank:
+            return self._tokens(texts)
+        heads, wholes = self._tokens(contexts), self._tokens([a + b for a, b in zip(contexts, texts)])
+        behind = [_behind(head, whole, len(context)) for head, whole, context in zip(heads, wholes, contexts)]
+        return [self._unblanked(text) if found is None else found for found, text in zip(behind, texts)]
+
+    def _unblanked(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokenize a text behind a character with which its start does not merge."""
+        for mark in _MARKS:
+            head, whole = self._tokens([mark, mark + text])
+            if (found := _behind(head, whole, len(mark))) is not None:
+                return found
+        return self._tokens([text])[0]
+
+    @cached_property
+    def _adds_blank(self) -> bool:
+        head, tail, both = (ids for ids, _ in self._tokens(["=", "2", "=2"]))
+        return head + tail != both
+
+    def _tokens(self, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        """Tokenize texts without special tokens around them; see :meth:`encode_after`."""
+        if not texts:
+            return []
+        out = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False,
+                             return_offsets_mapping=self.tokenizer.is_fast)
+        offsets = out.get("offset_mapping") or [[]] * len(texts)
+        return [(ids, [start for start, _ in spans]) for ids, spans in zip(out["input_ids"], offsets)]
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning about the template, the first one alone."""
+        if not self._warned:
+            warn_of_all(text)
+        self._warned.add(text)
+
     def encode_text(self, texts: list[str]) -> list[list[int]]:
         """Tokenize plain prompts: the tokenizer's first token (bos) is added once, its last (eos) never."""
         if not texts:
@@ -171,7 +239,7 @@ class Renderer:
     def encode_chats(self, chats: list[list[Message]],
                      kwargs: Sequence[TemplateKwargs] = ()) -> tuple[list[str], list[list[int]]]:
         """Return text and tokens of chats up to the start of the answer; the template writes all special tokens."""
-        texts = [text + self.suffix for text in self.chat_text(chats, generation_prompt=True, kwargs=kwargs)]
+        texts = self.opened(chats, kwargs)
         if not texts:
             return [], []
         out = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -194,6 +262,14 @@ class BareRenderer(Renderer):
 
     def __init__(self, cfg: DataConfig) -> None:
         super().__init__(cfg, None)  # type: ignore[arg-type]
+
+
+def _behind(head: tuple[list[int], list[int]], whole: tuple[list[int], list[int]],
+            length: int) -> tuple[list[int], list[int]] | None:
+    """Return the tokens of a whole text that follow ``head``, of ``length`` characters; None: they are no prefix."""
+    count = len(head[0])
+    same = whole[0][:count] == head[0]
+    return (whole[0][count:], [max(0, start - length) for start in whole[1][count:]]) if same else None
 
 
 def without_end(text: str, ends: tuple[str, ...]) -> str:

@@ -1,30 +1,29 @@
 """Data set of demonstrations: token ids, and a loss mask of the assistant's text and its end-of-turn token."""
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from lightrft.config.schema import DataConfig
 from lightrft.config.sft_schema import SFTDataConfig
+from lightrft.datasets.conversations import Conversation, encode_all, Encoded
 from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
 from lightrft.datasets.prompts_dataset import fitting, load_specs
-from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
-                                       silent, to_messages, with_system)
-from lightrft.datasets.rendering import CHUNK, Renderer, unended, without_end
+from lightrft.datasets.records import (as_chat, check_named_columns, continued, Message, missing, normalise_prompt,
+                                       prompt_column, silent, to_messages, with_system)
+from lightrft.datasets.rendering import Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
-from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+from lightrft.datasets.template_kwargs import template_kwargs
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from lightrft.datasets.media_store import MediaStore, Replaced
+    from lightrft.datasets.media_store import MediaStore
 
 ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
-Span = tuple[int, int]
-Encoded = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -34,18 +33,6 @@ class SFTExample:
     token_ids: list[int]
     loss_mask: list[bool]
     media: tuple[str, ...] = ()
-
-
-@dataclass
-class Conversation:
-    """Messages, keys of their media, and the index of the first turn that may be in the loss; ``pair`` is prompt and
-    answer without chat, ``whole``: all turns are learnt, whoever speaks; ``template_kwargs`` of the chat template."""
-    messages: list[Message] | None
-    first: int = 0
-    pair: tuple[str, str] = ("", "")
-    media: tuple[str, ...] = ()
-    whole: bool = False
-    template_kwargs: TemplateKwargs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def _conversation(row: Row, renderer: Renderer, where: str, learning: Learning) 
     if within or missing(answer):
         raise DataError(f"{where}: the row has no answer to train on (looked for assistant messages and in "
                         f"{', '.join(learning.columns)}). Complete or remove it, or name its column with --output_key")
-    asked = normalise_prompt(value, where) if column == "messages" else turns or value
+    asked = normalise_prompt(value, where, column) if column == "messages" else turns or value
     return answered(asked, answer, renderer, where)
 
 
@@ -146,7 +133,8 @@ def answered(prompt: str | list[Message], answer: str | list[Message], renderer:
     if chat is None:
         raise DataError(f"{where}: mixed schema: a text prompt with a chat answer. Use --apply_chat_template")
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else to_messages(answer, where)
-    return Conversation(chat + unended(said, renderer.ends), first=len(chat))
+    chat, prefill, said = continued(chat, unended(said, renderer.ends))
+    return Conversation(chat + said, first=len(chat), prefill=prefill)
 
 
 def demonstrations(rows: Rows, renderer: Renderer, learning: Learning = ALL_TURNS,
@@ -177,110 +165,6 @@ def shows_media(chat: Conversation) -> bool:
     contents = [turn.get("content") for turn in (chat.messages or [])[chat.first:]]
     return any(isinstance(part, dict) and part.get("type", "text") != "text"
                for content in contents if isinstance(content, list) for part in content)  # yapf: disable
-
-
-class ChatMasker:
-    """Finds the assistant's tokens in rendered chats.
-
-    Templates with a ``{% generation %}`` block mark them. For others, a turn is the text that it adds to the rendered
-    chat before it (with the generation prompt). Whitespace that the template writes after the end-of-turn token is not
-    in the loss. Nor is what stands for media, with the tokens around it, which no policy of texts may write; media also
-    make a chat be read the second way.
-    """
-
-    def __init__(self, renderer: Renderer, store: "MediaStore | None" = None) -> None:
-        self.renderer, self.tokenizer, self.store = renderer, renderer.tokenizer, store
-        self.of_media = {self.tokenizer.convert_tokens_to_ids(token) for token in (store.tokens if store else ())}
-        template = str(self.tokenizer.chat_template)
-        self.marked = "{% generation" in template or "{%- generation" in template
-        if not self.tokenizer.is_fast:
-            raise DataError(f"the tokenizer {self.tokenizer.name_or_path!r} is a slow one without character offsets, "
-                            "which chat data needs. Use its fast version")
-
-    def encode(self, chats: list[Conversation]) -> list[Encoded]:
-        """Return token ids and loss mask of each chat."""
-        if not chats:
-            return []
-        kwargs = [chat.template_kwargs for chat in chats]
-        if self.marked and not any(chat.first or chat.media or chat.whole for chat in chats):
-            runs = self.renderer.apply([chat.messages or [] for chat in chats], kwargs, tokenize=True, return_dict=True,
-                                       return_assistant_tokens_mask=True)
-            return [(ids, [bool(keep) for keep in mask]) for out in runs
-                    for ids, mask in zip(out["input_ids"], out["assistant_masks"])]  # yapf: disable
-        texts = self.renderer.chat_text([chat.messages or [] for chat in chats], generation_prompt=False, kwargs=kwargs)
-        spans = [self.spans(chat, text) for chat, text in zip(chats, texts)]
-        for i, chat in enumerate(chats):
-            if self.store is not None and chat.media:
-                texts[i], replaced = self.store.expand(texts[i], chat.media)
-                spans[i] = [part for span in spans[i] for part in _moved(span, replaced)]
-        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [(ids, [token not in self.of_media and any(a <= start < b for a, b in where)
-                       for token, (start, _) in zip(ids, offsets)])
-                for ids, offsets, where in zip(out["input_ids"], out["offset_mapping"], spans)]  # yapf: disable
-
-    def spans(self, chat: Conversation, text: str) -> list[Span]:
-        """Return the character ranges of ``text`` that hold the turns to learn."""
-        if chat.whole:
-            return [(0, len(text))]
-        turns = [i for i, turn in enumerate(chat.messages or []) if i >= chat.first and turn["role"] == "assistant"]
-        return [self._span(chat, turn, text) for turn in turns]
-
-    def _span(self, chat: Conversation, turn: int, text: str) -> Span:
-        messages, kwargs = chat.messages or [], [chat.template_kwargs]
-        until = self.renderer.chat_text([messages[:turn + 1]], generation_prompt=False, kwargs=kwargs)[0]
-        if turn:
-            before = self.renderer.chat_text([messages[:turn]], generation_prompt=True, kwargs=kwargs)[0]
-        else:  # a template may refuse a chat without turns
-            before = until.partition(self.renderer.opening or until)[0] + self.renderer.opening
-        if not until.startswith(before) or not text.startswith(until):
-            raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} writes turn {turn + 1} of a chat "
-                            f"of {len(messages)} differently when more turns follow or when it is being answered, "
-                            "so the assistant's part cannot be found. Mark it with {% generation %} in the "
-                            "template, or give another with --chat_template")
-        return len(before), len(before) + len(self._without_tail(until[len(before):]))
-
-    def _without_tail(self, said: str) -> str:
-        trimmed = said.rstrip()
-        return trimmed if trimmed.endswith(tuple(self.tokenizer.all_special_tokens)) else said
-
-
-def _moved(span: Span, replaced: "list[Replaced]") -> list[Span]:
-    """Return the parts of the range of characters ``span`` that are left where ranges of the text were replaced, in the
-    new text."""
-    found, shift, start = list[Span](), 0, span[0]
-    for before, after in replaced:
-        if before[0] >= span[1]:
-            break
-        if before[1] > span[0]:  # inside
-            found.append((start + shift, after[0]))
-            start = before[1]
-        shift = after[1] - before[1]
-    return [*found, (start + shift, span[1] + shift)]
-
-
-def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encoded]:
-    """Tokenize plain prompts and answers separately, as generation does; the answer ends with eos."""
-    if not pairs:
-        return []
-    tokenizer = renderer.tokenizer
-    heads = renderer.encode_text([prompt for prompt, _ in pairs])
-    tails = tokenizer([answer for _, answer in pairs], add_special_tokens=False, verbose=False).input_ids
-    return [(head + tail + [tokenizer.eos_token_id], [False] * len(head) + [True] * (len(tail) + 1))
-            for head, tail in zip(heads, tails)]
-
-
-def encode_chats(chats: list[Conversation], renderer: Renderer, store: "MediaStore | None" = None) -> list[Encoded]:
-    """Encode chats with :class:`ChatMasker`, a chunk at a time."""
-    masker = ChatMasker(renderer, store) if chats else None
-    chunks = [chats[i:i + CHUNK] for i in range(0, len(chats), CHUNK)]
-    return [item for chunk in chunks if masker for item in masker.encode(chunk)]
-
-
-def encode_all(chats: list[Conversation], renderer: Renderer, store: "MediaStore | None") -> list[Encoded]:
-    """Encode conversations of any kind, in order."""
-    pairs = iter(encode_pairs([chat.pair for chat in chats if chat.messages is None], renderer))
-    turns = iter(encode_chats([chat for chat in chats if chat.messages is not None], renderer, store))
-    return [next(pairs) if chat.messages is None else next(turns) for chat in chats]
 
 
 def with_media(rows: Rows, chats: list[Conversation], cfg: DataConfig,
@@ -395,4 +279,4 @@ def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:
     for i, (_, mask) in enumerate(encoded):
         if not any(mask):
             raise DataError(f"{rows.where(i)}: no token of the row is the assistant's. Complete or remove it, "
-                            "or check the template's {% generation %} block")
+                            "or give another template with --chat_template")

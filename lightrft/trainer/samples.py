@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import RolloutConfig
+from lightrft.datasets.records import prefill_of
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
@@ -41,10 +42,14 @@ def sampling_params(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 
 def reward_input(prompt: Prompt, response: str) -> RewardInput:
-    """Build the input of a reward; ``response`` never contains the prompt."""
-    return RewardInput(prompt=prompt.text, response=response, messages=prompt.messages, data_source=prompt.data_source,
-                       label=prompt.label, reference=prompt.reference, columns=prompt.columns, media=prompt.media,
-                       template_kwargs=prompt.template_kwargs)
+    """Build the input of a reward. ``response`` does not contain the prompt; a prefill at the end of that is the start
+    of the answer, so rewards read it there, as in TRL."""
+    begun = prefill_of(prompt.messages)
+    messages = prompt.messages if begun is None else prompt.messages[:-1]
+    return RewardInput(prompt=prompt.text.removesuffix(begun
+                                                       or ""), response=(begun or "") + response, messages=messages,
+                       data_source=prompt.data_source, label=prompt.label, reference=prompt.reference,
+                       columns=prompt.columns, media=prompt.media, template_kwargs=prompt.template_kwargs)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.base import Advantage
+from lightrft.datasets.records import prefill_of
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.rewards.base import Score
 from lightrft.strategy.base import StrategyBase
@@ -132,7 +133,8 @@ class RewardTable:
 
 
 def on_tokens(sample: Sample, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
-    """Move step ends from characters of ``sample.text`` to the tokens of the sequence that write the last one.
+    """Move step ends from characters of the answer, a prefill and ``sample.text``, to the tokens of the sequence that
+    write the last one.
 
     A step that ends in what an environment appended gets its reward at the last token drawn before it (or the first
     one drawn), because no other token is an action.
@@ -141,9 +143,9 @@ def on_tokens(sample: Sample, steps: Steps, tokenizer: PreTrainedTokenizerBase) 
         return []
     start, found = len(sample.prompt.token_ids), Steps()
     drawn = [i for i, own in enumerate(sample.loss_mask) if own]
-    low = 0
+    low, begun = 0, len(prefill_of(sample.prompt.messages) or "")
     for end, reward in steps if drawn else ():
-        low = _tokens_of(sample.token_ids[start:], end, low, tokenizer)
+        low = _tokens_of(sample.token_ids[start:], end - begun, low, tokenizer)
         at = start + low - 1
         found.append((max((i for i in drawn if i <= at), default=drawn[0]), reward))
     return found

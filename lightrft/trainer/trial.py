@@ -300,7 +300,7 @@ def _prompted(record: Record, config: Config, tokenizer: Any) -> tuple[str, list
         return renderer.text(str(record.prompt)), []
     if tokenizer is None:
         return "\n".join(text_of(turn["content"]) for turn in messages), messages
-    return renderer.chat_text([messages], True, [record.template_kwargs])[0], messages
+    return renderer.opened([messages], [record.template_kwargs])[0], messages
 
 
 def _scored(rewards: RewardManager, record: Record, where: str, config: Config,

@@ -1,0 +1,182 @@
+"""Tokens of conversations, by one rule: before an answer are the tokens of the generation prompt, the rest is learnt,
+the end token included.
+
+An answer is tokenized apart from what is before it, as generation does, so its first character never merges with the
+last one that the chat template writes before it.
+"""
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+from os.path import commonprefix
+from typing import TYPE_CHECKING
+
+from lightrft.datasets.records import Message
+from lightrft.datasets.rendering import CHUNK, Renderer
+from lightrft.datasets.rows import DataError
+from lightrft.datasets.template_kwargs import TemplateKwargs
+
+if TYPE_CHECKING:  # a mistake in a row is found without torch
+    from lightrft.datasets.media_store import MediaStore, Replaced
+
+Span = tuple[int, int]
+Encoded = tuple[list[int], list[bool]]
+_MARK = "lightrftanswer"  # a text to find in what a template writes
+
+
+@dataclass
+class Conversation:
+    """Messages, keys of their media, and the index of the first turn that may be in the loss; ``pair`` is prompt and
+    answer without chat, ``whole``: all turns are learnt, whoever speaks; ``prefill``: the start of the first answer,
+    which belongs to the prompt; ``template_kwargs`` of the chat template."""
+    messages: list[Message] | None
+    first: int = 0
+    pair: tuple[str, str] = ("", "")
+    media: tuple[str, ...] = ()
+    whole: bool = False
+    prefill: str = ""
+    template_kwargs: TemplateKwargs = field(default_factory=dict)
+
+
+class ChatMasker:
+    """Tokenizes rendered chats and finds the assistant's tokens.
+
+    An answer is what its turn adds to the generation prompt of the turns before it. White space that the template
+    writes after the end token is not in the loss. Nor is what stands for media, with the tokens around it, which no
+    policy of texts may write.
+    """
+
+    def __init__(self, renderer: Renderer, store: "MediaStore | None" = None) -> None:
+        self.renderer, self.tokenizer, self.store = renderer, renderer.tokenizer, store
+        self.of_media = {self.tokenizer.convert_tokens_to_ids(token) for token in (store.tokens if store else ())}
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = re.compile("|".join(map(re.escape, {*self.tokenizer.all_special_tokens, *added})) or r"(?!)")
+        if not self.tokenizer.is_fast:
+            raise DataError(f"the tokenizer {self.tokenizer.name_or_path!r} is a slow one without character offsets, "
+                            "which chat data needs. Use its fast version")
+
+    def encode(self, chats: list[Conversation]) -> list[Encoded]:
+        """Return token ids and loss mask of each chat."""
+        if not chats:
+            return []
+        texts = self.renderer.chat_text([chat.messages or [] for chat in chats], False,
+                                        [chat.template_kwargs for chat in chats])
+        laid = [self._laid_out(chat, text) for chat, text in zip(chats, texts)]
+        ids_of = self._tokens([(text, cuts) for text, cuts, _ in laid])
+        return [(ids, [token not in self.of_media and any(a <= start < b for a, b in learnt)
+                       for token, start in zip(ids, starts)])
+                for (ids, starts), (*_, learnt) in zip(ids_of, laid)]  # yapf: disable
+
+    def _laid_out(self, chat: Conversation, text: str) -> tuple[str, list[int], list[Span]]:
+        """Return the text with its media expanded, the starts of answers, and the ranges to learn."""
+        answers = self.answers(chat, text)
+        learnt = [(0, len(text))] if chat.whole else answers
+        if self.store is None or not chat.media:
+            return text, [start for start, _ in answers], learnt
+        text, replaced = self.store.expand(text, chat.media)
+        cuts = [_moved((start, start), replaced)[0][0] for start, _ in answers]
+        return text, cuts, [span for each in learnt for span in _moved(each, replaced)]
+
+    def _tokens(self, texts: list[tuple[str, list[int]]]) -> list[tuple[list[int], list[int]]]:
+        """Tokenize texts, each with the characters that begin a token; return ids and the characters at which they
+        start."""
+        bounds = [[*pairwise([0, *cuts, len(text)])] for text, cuts in texts]
+        pieces = [[text[a:b] for a, b in spans] for (text, _), spans in zip(texts, bounds)]
+        contexts = [context for each in pieces for context in ["", *each[:-1]]]
+        encoded = iter(self.renderer.encode_after(contexts, [piece for each in pieces for piece in each]))
+        found = [[(next(encoded), a) for a, _ in spans] for spans in bounds]
+        return [([token for (ids, _), _ in each for token in ids],
+                 [start + at for (_, starts), at in each for start in starts]) for each in found]  # yapf: disable
+
+    def answers(self, chat: Conversation, text: str) -> list[Span]:
+        """Return the character ranges of ``text`` that hold the answers of the turns that may be learnt."""
+        turns = [i for i, turn in enumerate(chat.messages or []) if i >= chat.first and turn["role"] == "assistant"]
+        spans = [self._answer(chat, turn, text) for turn in turns]
+        return [span for span in spans if span is not None]
+
+    def _answer(self, chat: Conversation, turn: int, text: str) -> Span | None:
+        """Return the range of one answer; None: the template leaves it out."""
+        messages = chat.messages or []
+        until = self._rendered(chat, messages[:turn + 1])
+        before = self._before(chat, turn, until)
+        said = commonprefix([until, text])[len(before):]
+        if until != before + said:  # what follows the end token may depend on the turns that follow
+            said = said[:max((match.end() for match in self.special.finditer(said)), default=0)]
+        rest = self.special.sub("", until[len(before) + len(said):])
+        if until.startswith(before) and text.startswith(before) and said and not rest.strip():
+            return len(before), len(before) + len(self._without_tail(said))
+        self.renderer.warn_once(
+            f"the chat template of {self.tokenizer.name_or_path!r} writes turn {turn + 1} of a chat of {len(messages)} "
+            "differently when more turns follow or when it is being answered (it leaves out thoughts, say): such "
+            "answers are learnt as the whole chat shows them, and not as they are generated. For other tokens give "
+            "another template with --chat_template")
+        return self._rewritten(chat, turn, text)
+
+    def _before(self, chat: Conversation, turn: int, until: str) -> str:
+        """Return the text before an answer: the generation prompt, and at the first answer its prefill."""
+        messages = chat.messages or []
+        if not turn:  # a template may refuse a chat without turns
+            return until.partition(self.renderer.opening or until)[0] + self.renderer.opening
+        begun = [{**messages[turn], "content": chat.prefill}] if chat.prefill and turn == chat.first else []
+        return self.renderer.opened([messages[:turn] + begun], [chat.template_kwargs])[0]
+
+    def _rewritten(self, chat: Conversation, turn: int, text: str) -> Span | None:
+        """Return the range of an answer whose turn is written otherwise on its own: after the last opening of an answer
+        before its text, up to the next special token."""
+        messages = chat.messages or []
+        marked = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1:]]
+        before, mark, after = self._rendered(chat, marked).partition(_MARK)
+        opening = self.renderer.opening
+        start = before.rfind(opening) + len(opening) if opening in before else len(before)
+        if chat.prefill and turn == chat.first:
+            start = max(start, text.find(chat.prefill, start) + len(chat.prefill))
+        end = len(text) - len(after)
+        if not mark or end <= start or not text.startswith(before[:start]) or not text.endswith(after):
+            return None
+        match = self.special.search(text, end)
+        return start, match.end() if match else end
+
+    def _rendered(self, chat: Conversation, messages: list[Message]) -> str:
+        return self.renderer.chat_text([messages], False, [chat.template_kwargs])[0]
+
+    def _without_tail(self, said: str) -> str:
+        trimmed = said.rstrip()
+        ends = [match.end() for match in self.special.finditer(trimmed)]
+        return trimmed if ends[-1:] == [len(trimmed)] else said
+
+
+def _moved(span: Span, replaced: "list[Replaced]") -> list[Span]:
+    """Return the parts of the range of characters ``span`` that are left where ranges of the text were replaced, in the
+    new text."""
+    found, shift, start = list[Span](), 0, span[0]
+    for before, after in replaced:
+        if before[0] >= span[1]:
+            break
+        if before[1] > span[0]:  # inside
+            found.append((start + shift, after[0]))
+            start = before[1]
+        shift = after[1] - before[1]
+    return [*found, (start + shift, span[1] + shift)]
+
+
+def encode_pairs(pairs: list[tuple[str, str]], renderer: Renderer) -> list[Encoded]:
+    """Tokenize plain prompts and answers; the answer ends with eos."""
+    if not pairs:
+        return []
+    heads = renderer.encode_text([prompt for prompt, _ in pairs])
+    tails = renderer.encode_after([prompt for prompt, _ in pairs], [answer for _, answer in pairs])
+    return [(head + tail + [renderer.tokenizer.eos_token_id], [False] * len(head) + [True] * (len(tail) + 1))
+            for head, (tail, _) in zip(heads, tails)]
+
+
+def encode_chats(chats: list[Conversation], renderer: Renderer, store: "MediaStore | None" = None) -> list[Encoded]:
+    """Encode chats with :class:`ChatMasker`, a chunk at a time."""
+    masker = ChatMasker(renderer, store) if chats else None
+    chunks = [chats[i:i + CHUNK] for i in range(0, len(chats), CHUNK)]
+    return [item for chunk in chunks if masker for item in masker.encode(chunk)]
+
+
+def encode_all(chats: list[Conversation], renderer: Renderer, store: "MediaStore | None") -> list[Encoded]:
+    """Encode conversations of any kind, in order."""
+    pairs = iter(encode_pairs([chat.pair for chat in chats if chat.messages is None], renderer))
+    turns = iter(encode_chats([chat for chat in chats if chat.messages is not None], renderer, store))
+    return [next(pairs) if chat.messages is None else next(turns) for chat in chats]
