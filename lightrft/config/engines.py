@@ -105,3 +105,8 @@ class EngineConfig:
         "--rollout_correction", ("none", "fp8"), read_by=("vllm", "sglang"))
     engine_args: list[str] = option([], "arguments passed to vLLM or SGLang itself, name=value, e.g. "
                                     "enforce_eager=true", read_by=("vllm", "sglang"))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt together with the longest response."""
+        return self.prompt_max_len + self.generate_max_len

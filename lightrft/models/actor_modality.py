@@ -17,6 +17,7 @@ from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Aut
                           PreTrainedModel)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from lightrft.models import rope
 from lightrft.models.attention import PACKED, PackedLayout
 from lightrft.models.media_features import FeatureCache, keys_of, MediaPlaces
 from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
@@ -88,7 +89,8 @@ class ActorModality:
         return PACKED
 
     def adapt(self, hf: PreTrainedModel) -> None:
-        """Apply changes that loading ``hf`` has no option for; for a text model nothing."""
+        """Apply changes that loading ``hf`` has no option for."""
+        rope.adapt(self.body(hf))
 
     def body(self, hf: PreTrainedModel) -> nn.Module:
         """The decoder without its head: its output has ``last_hidden_state`` [1, T, H]."""
@@ -153,7 +155,8 @@ class MediaModality(ActorModality):
         return {name: PACKED if name == "text_config" else "sdpa" for name in config.sub_configs}
 
     def adapt(self, hf: PreTrainedModel) -> None:
-        """Override :meth:`ActorModality.adapt`: towers that attend in segments do so in one call per layer."""
+        """Extend :meth:`ActorModality.adapt`: towers that attend in segments do so in one call per layer."""
+        super().adapt(hf)
         for tower in self.family.towers.values():
             tower.adapt(hf)
 

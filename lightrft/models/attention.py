@@ -101,6 +101,16 @@ class PackedLayout:
         return max(self.lens, default=0)
 
     @cached_property
+    def whole_lens(self) -> list[int]:
+        """Tokens of the whole sequence that each one is a part of: with its prefix; of a prefix the longest of them."""
+        lens = list(self.lens)
+        for number, prefix in enumerate(self.before or ()):
+            if prefix >= 0:
+                lens[number] += self.lens[prefix]
+                lens[prefix] = max(lens[prefix], lens[number])
+        return lens
+
+    @cached_property
     def _with_blocks(self) -> dict[int, Tensor]:
         """Ids of the blocks of each sequence that has any, by its index."""
         parts = () if self.blocks is None else self.blocks.split(self.lens)

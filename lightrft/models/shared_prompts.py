@@ -3,6 +3,7 @@
 The row of a forward pass holds such a prompt as a separate segment, followed by the rest of each sequence. Outputs are
 read by the tokens of the sequences, so no other module depends on the layout of the row.
 """
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,14 +35,15 @@ class ForwardRow(NamedTuple):
     places: Tensor | None = None
 
 
-def forward_row(exp: Experience, share: bool = True) -> ForwardRow:
+def forward_row(exp: Experience, share: bool = True, choices: Sequence[Hashable] = ()) -> ForwardRow:
     """Find the prompts that sequences of ``exp`` share: equal tokens and equal media, whatever their group.
 
     Args:
         share: False: every sequence keeps its own copy.
+        choices: one per sequence; only sequences with equal ones share a prompt. Empty: all are equal.
     """
     host = exp.host
-    alike = _alike(host) if share else []
+    alike = _alike(host, choices or [()] * host.num_seqs) if share else []
     if len(alike) == (host.num_seqs if share else 0):
         return ForwardRow(exp)
     row, heads, tails, shared = _segments(host, alike)
@@ -52,13 +54,13 @@ def forward_row(exp: Experience, share: bool = True) -> ForwardRow:
     return ForwardRow(row.to(exp.token_ids.device), index)
 
 
-def _alike(host: Experience) -> list[list[int]]:
-    """Group sequences with the same prompt, in the order of the first of each group."""
+def _alike(host: Experience, choices: Sequence[Hashable]) -> list[list[int]]:
+    """Group sequences with the same prompt and the same choice, in the order of the first of each group."""
     cu, ids, media = host.cu_seqlens.tolist(), host.token_ids.cpu().numpy(), host.media or [()] * host.num_seqs
-    groups: dict[tuple[bytes | int, tuple[str, ...]], list[int]] = {}
+    groups: dict[tuple[bytes | int, tuple[str, ...], Hashable], list[int]] = {}
     for number, (start, prompt) in enumerate(zip(cu, host.prompt_lens or [0] * host.num_seqs)):
         same = ids[start:start + prompt].tobytes() if prompt else number
-        groups.setdefault((same, media[number]), []).append(number)
+        groups.setdefault((same, media[number], choices[number]), []).append(number)
     return list(groups.values())
 
 

@@ -109,7 +109,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def batch_sizes(config: Config) -> BatchSizes:
     """Count prompts, samples, tokens (at most) and optimizer steps of one rollout step."""
     r = config.rollout
-    tokens = r.samples * (r.prompt_max_len + r.generate_max_len)
+    tokens = r.samples * r.longest
     return BatchSizes(r.rollout_batch_size, r.samples, tokens, config.optimizer_steps)
 
 

@@ -83,6 +83,6 @@ def hf_rows(config: Config, world_size: int, device: Device, shape: ModelShape |
     rows = ceil(r.most_samples / world_size)
     if shape is not None:
         cache = r.engine_kv_mib * MIB or largest_hf_cache(config, world_size, shape, device.total)
-        longest = shape.kv_bytes(config.model.itemsize) * (r.prompt_max_len + r.generate_max_len)
+        longest = shape.kv_bytes(config.model.itemsize) * r.longest
         rows = min(rows, max(1, int(cache / longest)))
     return min(rows, r.engine_max_seqs or rows)

@@ -29,8 +29,29 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     name = cfg.engine_type
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
+    check_rope(cfg, actor.hf_model.config)
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
     return build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
+
+
+def check_rope(cfg: RolloutConfig, config: Any) -> None:
+    """Refuse an engine whose frequencies of long sequences are not those of the trainer.
+
+    vLLM decides once, as the trainer does, for ``longrope``; of ``dynamic`` it always has those of short sequences, and
+    SGLang changes the frequencies of a response on its way.
+
+    Raises:
+        UserError: sequences may be longer than ``cfg.engine_type`` has right frequencies for.
+    """
+    from lightrft.models import rope
+    right = {"vllm": ["longrope"], "sglang": []}.get(cfg.engine_type)
+    for kind, most in rope.limits(config.get_text_config()) if right is not None else ():
+        if cfg.longest > most and kind not in right:  # type: ignore[operator]
+            raise UserError(
+                f"--engine_type {cfg.engine_type}: this model has other frequencies for sequences of more than {most} "
+                f"tokens (RoPE type {kind}), which this engine does not choose as transformers does. Lower "
+                f"--prompt_max_len {cfg.prompt_max_len} plus --generate_max_len {cfg.generate_max_len} to {most}, or "
+                "take --engine_type hf")
 
 
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
@@ -81,7 +102,7 @@ def largest_hf_cache(config: Config, world_size: int, shape: ModelShape | None, 
     r, quarter = config.rollout, total / HF_CACHE_PART
     if shape is None:
         return quarter
-    longest = (r.prompt_max_len + r.generate_max_len) * shape.kv_bytes(config.model.itemsize)
+    longest = r.longest * shape.kv_bytes(config.model.itemsize)
     return min(quarter, ceil(r.most_samples / world_size) * longest)
 
 

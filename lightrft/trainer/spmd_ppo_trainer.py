@@ -16,6 +16,7 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import check_context, load_actor, load_critic, logit_count
 from lightrft.models.packed_model import PackedModel
+from lightrft.models.rope import fix_length
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_references, check_spread, probe
@@ -140,7 +141,9 @@ def _connect(config: Config, strategy: StrategyBase, models: PreparedModels, med
         connect_media(models.reference.model, media, strategy, cache if same else feature_cache(config.data))
     for each in (models.actor, models.critic, models.reference, models.teacher and models.teacher.prepared):
         if each:
-            cast(PackedModel, each.model).share_prompts = config.shares_prompts
+            model = cast(PackedModel, each.model)
+            model.share_prompts = config.shares_prompts
+            fix_length(model.hf_model, config.rollout.longest)  # as the engine does
 
 
 def _teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase,

@@ -209,14 +209,15 @@ def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, s
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
-    """Refuse an engine that would refuse rows with ``most`` media of each kind when it starts. None of its packages is
-    needed."""
+    """Refuse an engine that would refuse the model, or rows with ``most`` media of each kind, when it starts. None of its
+    packages is needed."""
     path, engine = str(config.model.pretrain), config.rollout.engine_type
     try:
         model = read_config(path)
         both_ways = modality_of(model, path).both_ways
     except UserError:  # an error elsewhere
         return
+    check_rope(config.rollout, model)
     if engine == "vllm":
         from lightrft.rollout.vllm.engine import refuse_families as refused_by_vllm
         refused_by_vllm(model, most, both_ways and not cuda)

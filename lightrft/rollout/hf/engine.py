@@ -13,6 +13,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.cpu_linear import packed_weights, use_onednn
+from lightrft.models.rope import adapt, fixed_length
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
 from lightrft.rollout.hf.continuous_batching import Generation
@@ -69,19 +70,22 @@ class HFEngine:
         share: engines that share this device's memory.
         max_seqs: most sequences at once; 0: as many as the cache holds.
         modality: of the model; text by default.
+        longest: most tokens of a prompt and its response, on which the frequencies of some rotary embeddings depend
+            (:mod:`lightrft.models.rope`); 0: those of a call.
     """
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
-                 share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None) -> None:
+                 share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None, longest: int = 0) -> None:
         config: Any = hf_model.config
         attention = config.get_text_config()._attn_implementation
         if attention != "packed":
             raise ValueError(f"the HF engine needs a model with attn_implementation='packed', not {attention!r}")
         self.modality = modality or ActorModality()
         self.model: Any = hf_model
+        adapt(self.modality.body(self.model))
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_bytes, self.owns_model, self.share = kv_bytes, owns_model, share
-        self.weight_version, self.max_seqs = 0, max_seqs
+        self.weight_version, self.max_seqs, self.longest = 0, max_seqs, longest
         self._device = next(hf_model.parameters()).device
         self._ready, self._asleep = not owns_model, False
         self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
@@ -101,7 +105,8 @@ class HFEngine:
         if not requests:
             return []
         collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
-        with _inference(self.model):
+        longest = max(len(request.token_ids) for request in requests) + params.max_new_tokens
+        with _inference(self.model), fixed_length(self.model, self.longest or longest):
             spec, decode_pass = self._probe()
             generation = Generation(self.model, self.modality, decode_pass, self._cache_for(spec, requests, params),
                                     collector, params, self._stop_mask(params), self._graph)
@@ -208,7 +213,8 @@ def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.devi
     model = _empty_copy(actor, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
     share = World.from_env().local_world_size if device.type == "cpu" else 1
     return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share,
-                    max_seqs=cfg.engine_max_seqs, modality=actor.modality.of_a_copy() if sharded else actor.modality)
+                    max_seqs=cfg.engine_max_seqs, modality=actor.modality.of_a_copy() if sharded else actor.modality,
+                    longest=cfg.longest)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

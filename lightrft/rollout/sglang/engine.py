@@ -213,7 +213,7 @@ def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.
     weights = weights._replace(names=checkpoint_names(actor.hf_model, weights.shapes))
     group, native = group_of(cfg.engine_tp_size, world, limit_s), None
     arguments = engine_arguments(cfg, config, device, bf16, world)
-    longest = cfg.prompt_max_len + cfg.generate_max_len
+    longest = cfg.longest
     if world.rank % cfg.engine_tp_size == 0:
         native = _native(arguments, weights, device, config, longest)
     return SGLangEngine(native, weights, eos_ids(actor.hf_model, tokenizer),

@@ -70,7 +70,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
                      world: World) -> dict[str, Any]:
     """Arguments that start SGLang for the HF folder of ``config``. Its weights are random until the first sync."""
     room = _token_bytes(config, bf16, cfg.engine_tp_size)
-    cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len + _SPARE
+    cuda, longest = device.type == "cuda", cfg.longest + _SPARE
     sequences = sequences_at_once(cfg, world.world_size, total_memory(device) if cuda else 0)
     arguments: dict[str, Any] = {
         "model_path": config.name_or_path,

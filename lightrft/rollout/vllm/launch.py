@@ -41,7 +41,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
             may wait for the rewards of another.
         media: most media of each kind in a prompt; vLLM keeps no memory for other kinds.
     """
-    cuda, longest = device.type == "cuda", cfg.prompt_max_len + cfg.generate_max_len
+    cuda, longest = device.type == "cuda", cfg.longest
     arguments: dict[str, Any] = {
         "model": config.name_or_path,
         "dtype": "bfloat16" if bf16 else "float32",

@@ -1,0 +1,120 @@
+"""Frequencies that depend on the length of a sequence: each sequence of a pack has its own."""
+import functools
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lightrft.config.rm_schema import RewardModelConfig
+from lightrft.config.schema import ModelConfig, RolloutConfig
+from lightrft.models import loader, rope
+from lightrft.models.loader import load_actor
+from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engines import check_rope
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.tests.support import field, naive_model
+from lightrft.types import Experience
+from lightrft.utils.errors import UserError
+
+WRITERS = {"longrope": field.write_longrope, "dynamic": field.write_dynamic_rope}  # they change beyond 64 tokens
+LENS = [20, 150, 64, 65, 40, 150]
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def path(request, tmp_path_factory):
+    return WRITERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@functools.lru_cache(maxsize=None)
+def experience():
+    """Sequences of one prompt of ten tokens."""
+    rng = torch.Generator().manual_seed(0)
+    ids = [torch.randint(4, 300, (n, ), generator=rng).tolist() for n in LENS]
+    exp = Experience.pack([ids[0][:10] + each[10:] for each in ids], prompt_lens=[10] * len(LENS))
+    exp.loss_mask[:] = True
+    return exp
+
+
+def as_alone(path, exp):
+    """Log-probs and entropies of transformers; a new model for each sequence, because one remembers the longest."""
+    alone = [naive_model.logprobs(loader.load_exported(str(path)), exp.select([i])) for i in range(exp.num_seqs)]
+    return [torch.cat(each) for each in zip(*alone)]
+
+
+@pytest.mark.parametrize("options, share", [({}, False), ({"gradient_checkpointing": True}, True)], ids=str)
+def test_each_sequence_is_as_alone(path, options, share):
+    model, exp = load_actor(ModelConfig(pretrain=str(path), **options)), experience()
+    model.share_prompts = share
+    with torch.no_grad():
+        expected = as_alone(path, exp)
+    for order in (list(range(len(LENS))), [1, 0], [5, 3, 4]):
+        found = model(exp.select(order), entropy=True)
+        for one, other in zip(found, expected):
+            parts = other.split(LENS)
+            torch.testing.assert_close(one, torch.cat([parts[i] for i in order]), atol=1e-5, rtol=0)
+        found[0].sum().backward()
+
+
+def test_gradients_are_the_sum_of_those_alone(path):
+    model, exp = load_actor(ModelConfig(pretrain=str(path))), experience()
+    grads = []
+    for parts in ([exp], [exp.select([i]) for i in range(exp.num_seqs)]):
+        model.zero_grad()
+        for part in parts:
+            model(part)[0].sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*grads):
+        torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()), rtol=0)
+
+
+def test_critics_and_reward_models(path):
+    exp = experience()
+    for model in (loader.load_critic(ModelConfig(pretrain=str(path))),
+                  loader.load_reward_model(RewardModelConfig(pretrain=str(path)))):
+        torch.nn.init.normal_(model.hf_model.score.weight)
+        alone = torch.cat([model(exp.select([i])) for i in range(exp.num_seqs)])
+        torch.testing.assert_close(model(exp), alone, atol=1e-4, rtol=1e-5)
+        assert alone.abs().max() > 1
+
+
+def test_prompts_of_other_frequencies_are_not_shared(path):
+    model = load_actor(ModelConfig(pretrain=str(path)))
+    choices = rope.choices(model.hf_model, LENS)
+    assert choices[0] == choices[2] == choices[4] != choices[1] == choices[5] != choices[2] != choices[3]
+    rope.fix_length(model.hf_model, 100)
+    assert len({*rope.choices(model.hf_model, LENS)}) == 1
+
+
+@pytest.mark.parametrize("longest", [40, 90])
+def test_the_engine_draws_from_the_fixed_frequencies(path, longest):
+    """Also of responses that cross the limit; the trainer with the same length has the same log-probs."""
+    model, ids = load_actor(ModelConfig(pretrain=str(path))).eval(), experience().token_ids
+    engine = HFEngine(model.hf_model, {1}, 1 << 24, longest=longest)
+    requests = [Request(ids[:n].tolist(), [n]) for n in (10, longest - 15)]
+    done = [one for group in engine.generate(requests, SamplingParams(15)) for one in group]
+    assert not any(each.fixed for each in rope.ropes(model.hf_model)), "the trainer of other data has its own lengths"
+    exp = Experience.pack([request.token_ids + one.token_ids for request, one in zip(requests, done)],
+                          prompt_lens=[len(request.token_ids) for request in requests])
+    exp.loss_mask[:] = True
+    rope.fix_length(model.hf_model, longest)
+    with torch.no_grad():
+        found = model(exp)[0].split(exp.lens)
+    for one, logprobs in zip(done, found):
+        torch.testing.assert_close(logprobs[-len(one.token_ids):], torch.tensor(one.logprobs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("engine, kind, fits", [("vllm", "longrope", True), ("vllm", "dynamic", False),
+                                                ("sglang", "longrope", False), ("hf", "dynamic", True)])
+def test_engines_with_other_frequencies_are_refused(engine, kind, fits):
+    with TemporaryDirectory() as folder:
+        config = AutoConfig.from_pretrained(WRITERS[kind](Path(folder)))
+    cfg = RolloutConfig(engine_type=engine, prompt_max_len=30, generate_max_len=34)
+    check_rope(cfg, config)
+    cfg.generate_max_len = 35
+    if fits:
+        check_rope(cfg, config)
+    else:
+        with pytest.raises(UserError, match=f"{engine}.*more than 64 tokens.*{kind}.*to 64, or take --engine_type hf"):
+            check_rope(cfg, config)
