@@ -34,6 +34,7 @@ from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
+from lightrft.rollout.engines import check_rope
 from lightrft.trainer.model_media import open_media
 from lightrft.utils.errors import UserError
 
@@ -209,8 +210,8 @@ def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, s
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
-    """Refuse an engine that would refuse the model, or rows with ``most`` media of each kind, when it starts. None of its
-    packages is needed."""
+    """Refuse an engine that would refuse the model, or rows with ``most`` media of each kind, when it starts. None of
+    its packages is needed."""
     path, engine = str(config.model.pretrain), config.rollout.engine_type
     try:
         model = read_config(path)
