@@ -3,9 +3,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightrft.models.actor_modality import ActorModality, FAMILIES, MediaModality
+from lightrft.models.packing_check import packing_fault
 from lightrft.models.towers import config_value, Family
 from lightrft.utils.errors import UserError
 
+REMEDY = "; give a decoder-only causal language model (Qwen2, Qwen3, Llama, Mistral, Gemma, ...)"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 TOWERS = ("vision_config", "audio_config", "speech_config", "encoder_config", "dit_config")
 SINKS = {"gpt_oss"}
@@ -23,39 +25,41 @@ def modality_of(config: PretrainedConfig, path: str) -> ActorModality:
     """The modality of a checkpoint.
 
     Raises:
-        ValueError: the config is not a causal language model that packed attention can run (with the remedy).
+        ValueError: the config is not a causal language model that packed attention can run, or a small copy of it
+            computes other log-probs for packed sequences (with the remedy).
     """
     family = FAMILIES.get(config.model_type)
     reason = _refusal(config, family)
+    if not reason and (fault := packing_fault(config)):
+        reason = fault + REMEDY
     if reason:
         raise UserError(f"model path {path!r} is of a wrong architecture: model type {config.model_type!r} {reason}")
     return ActorModality() if family is None else MediaModality(family, config)
 
 
 def _refusal(config: PretrainedConfig, family: Family | None) -> str:
-    remedy = "; give a decoder-only causal language model (Qwen2, Qwen3, Llama, Mistral, Gemma, ...)"
     text = config.get_text_config()
     layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS
     if config.model_type in REFUSED:
         return f"{REFUSED[config.model_type]}; give a model of one of {', '.join(FAMILIES)}"
     if config.is_encoder_decoder:
-        return "is an encoder-decoder" + remedy
+        return "is an encoder-decoder" + REMEDY
     if family is None and any(config_value(config, tower, None) for tower in TOWERS):
-        return f"has a vision or audio tower of a family that is not supported{remedy}, or one of {', '.join(FAMILIES)}"
+        return f"has a vision or audio tower of a family that is not supported{REMEDY}, or one of {', '.join(FAMILIES)}"
     both_ways = config_value(text, "use_bidirectional_attention", False)
     if family is None and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or both_ways and not (
             both_ways == "vision" and family and family.blocks):
-        return "is not a causal language model" + remedy
+        return "is not a causal language model" + REMEDY
     if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
-        return f"was saved as {config.architectures[0]}, an encoder" + remedy
+        return f"was saved as {config.architectures[0]}, an encoder" + REMEDY
     if config_value(config, "type_vocab_size", 0) and not config_value(config, "is_decoder", True):
-        return "is an encoder (its is_decoder is false)" + remedy
+        return "is an encoder (its is_decoder is false)" + REMEDY
     if text.model_type in SINKS:
-        return "uses attention sinks, which packed attention does not support" + remedy
+        return "uses attention sinks, which packed attention does not support" + REMEDY
     if layers:
-        return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + remedy
+        return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + REMEDY
     if any(config_value(text, key, 1.0) != 1.0 for key in SCALED_HEADS):
-        return "scales its logits in a way that the fused log-probs do not support" + remedy
+        return "scales its logits in a way that the fused log-probs do not support" + REMEDY
     return ""
 
 

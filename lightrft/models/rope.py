@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightrft.models.attention import PackedLayout
 from lightrft.utils.tensors import upload
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 Choice = tuple[int, ...]  # sequences with equal ones have equal frequencies
 
 
@@ -95,7 +95,7 @@ def limits(config: Any) -> list[tuple[str, int]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     kinds = [(str(each.get("rope_type", "")), each) for each in layers]
-    return [(kind, int(config.max_position_embeddings if "dynamic" in kind else each[_ORIGINAL]))
+    return [(kind, int(config.max_position_embeddings if "dynamic" in kind else each[ORIGINAL]))
             for kind, each in kinds if _depends(kind)]  # yapf: disable
 
 

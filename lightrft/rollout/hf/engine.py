@@ -2,7 +2,7 @@
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class HFEngine:
             raise ValueError(f"the HF engine needs a model with attn_implementation='packed', not {attention!r}")
         self.modality = modality or ActorModality()
         self.model: Any = hf_model
-        adapt(self.modality.body(self.model))
+        adapt(self.modality.body(cast(PreTrainedModel, hf_model)))
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_bytes, self.owns_model, self.share = kv_bytes, owns_model, share
         self.weight_version, self.max_seqs, self.longest = 0, max_seqs, longest

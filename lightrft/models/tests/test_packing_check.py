@@ -1,0 +1,54 @@
+"""A small copy of a model shows at load whether it runs on packed sequences."""
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lightrft.models.architectures import modality_of
+from lightrft.models.packing_check import packing_fault
+from lightrft.tests.support import tiny
+from lightrft.utils.errors import UserError
+
+ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 9.0, 20.0],
+        "original_max_position_embeddings": 64, "factor": 8.0}  # yapf: disable
+REFUSED = {
+    "falcon": {}, "gptj": {"n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8}, "bloom": {},
+    "bart": {"is_decoder": True, "is_encoder_decoder": False},
+    "marian": {"is_decoder": True, "is_encoder_decoder": False}, "bert-generation": {}, "gpt_oss": {}
+}  # yapf: disable
+ACCEPTED = {
+    "qwen2": {}, "gpt2": {}, "cohere": {}, "qwen3_moe": {"num_experts": 8},
+    "phi3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": ROPE},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_wrong_families_are_refused_by_name(kind):
+    with pytest.raises(UserError, match=f"'somewhere'.*model type '{kind}'.*(alone|packed).*; give a decoder-only"):
+        modality_of(AutoConfig.for_model(kind, **REFUSED[kind]), "somewhere")
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_right_families_are_not(kind):
+    assert packing_fault(AutoConfig.for_model(kind, **ACCEPTED[kind])) == ""
+
+
+def test_logits_that_the_head_does_not_scale_are_seen():
+    config = AutoConfig.for_model("granite", logits_scaling=3.0)
+    assert packing_fault(config) == ""
+    config = AutoConfig.for_model("falcon_h1", lm_head_multiplier=3.0)
+    with pytest.raises(UserError, match="falcon_h1"):
+        modality_of(config, "somewhere")
+
+
+def test_nothing_else_changes():
+    """Neither random numbers nor defaults, also within a context of another device."""
+    state, config = torch.get_rng_state(), tiny.config("qwen2", vocab_size=300, rms_norm_eps=3e-6)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert packing_fault(config) == ""
+            assert torch.empty(1).is_meta and torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state) and config.vocab_size == 300
