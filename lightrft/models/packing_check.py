@@ -19,7 +19,7 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PACKED
 from lightrft.models.rope import ORIGINAL
 from lightrft.types import Experience
-from lightrft.utils.errors import first_line
+from lightrft.utils.errors import CaptureException, first_line
 
 LENS = [9, 14]  # tokens of the two sequences
 BETWEEN = 11  # a limit of length that only the second one crosses
@@ -52,12 +52,15 @@ def packing_fault(config: PretrainedConfig) -> str:
 
 
 def _fault(config: PretrainedConfig) -> str:
-    try:
+    gap = 0.0
+    with CaptureException() as caught:  # the code of the family may raise whatever it likes
         gap = packing_gap(config)
-    except NoCopy:
+    if isinstance(caught.cause, NoCopy):
         return ""
-    except Exception as error:  # whatever the code of the family raises
-        return f"cannot run on packed sequences: {type(error).__name__}: {first_line(error)}"
+    if isinstance(caught.cause, Exception):
+        return f"cannot run on packed sequences: {type(caught.cause).__name__}: {first_line(caught.cause)}"
+    if caught.cause is not None:
+        raise caught.cause
     return "" if gap <= TOLERANCE else ("has other log-probs for a sequence in a pack than for the same sequence alone "
                                         f"(by {gap:.2g} nats in a small copy with random weights)")
 
