@@ -20,9 +20,9 @@ from lightrft.utils.errors import UserError
 
 DECODER = {"is_decoder": True, "is_encoder_decoder": False}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}
-DECODERS = """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart bert bert-generation big_bird
-camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta
-xlm-roberta-xl xmod""".split()
+DECODERS = """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart bert bert-generation
+big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer
+xlm-roberta xlm-roberta-xl xmod""".split()
 CAUSES = {
     "KeyError: 'packed'": "its attention cannot be replaced",
     " called packed attention ": "not all layers are attention that can be replaced",
