@@ -16,7 +16,8 @@ REFUSED = {
     "marian": {"is_decoder": True, "is_encoder_decoder": False}, "bert-generation": {}, "gpt_oss": {}
 }  # yapf: disable
 ACCEPTED = {
-    "qwen2": {}, "gpt2": {}, "cohere": {}, "stablelm": {}, "nemotron": {"num_key_value_heads": 8}, "qwen3_moe": {"num_experts": 8},
+    "qwen2": {}, "gpt2": {}, "cohere": {}, "qwen3_moe": {"num_experts": 8}, "stablelm": {},
+    "nemotron": {"num_key_value_heads": 8},
     "phi3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": ROPE},
     "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 }  # yapf: disable
