@@ -155,6 +155,7 @@ class Experience:
     high_entropy_mask: Tensor = _per("T")  # bool [T], the tokens that alone get a policy gradient; None: all
     selected: Tensor = _per("T")  # bool [T], what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per("T")
+    token_weights: Tensor = _per("T")  # float32 [T], of the gradient of a token, which counts as one token all the same
     media: list[tuple[str, ...]] | None = field(default=None, metadata={"axis": "list"})  # keys, B tuples
     prompt_lens: list[int] | None = field(default=None, metadata={"axis": "list"})  # B; later media tokens are text
     ranks: ClassVar[Ranks] = HERE  # all sequences of the batch are here

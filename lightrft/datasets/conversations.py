@@ -27,7 +27,7 @@ _MARK = "lightrftanswer"  # a text to find in what a template writes
 class Conversation:
     """Messages, keys of their media, and the index of the first turn that may be in the loss; ``pair`` is prompt and
     answer without chat, ``whole``: all turns are learnt, whoever speaks; ``prefill``: the start of the first answer,
-    which belongs to the prompt; ``template_kwargs`` of the chat template."""
+    which belongs to the prompt; ``template_kwargs`` of the chat template; ``only``: this turn alone is in the loss."""
     messages: list[Message] | None
     first: int = 0
     pair: tuple[str, str] = ("", "")
@@ -35,6 +35,7 @@ class Conversation:
     whole: bool = False
     prefill: str = ""
     template_kwargs: TemplateKwargs = field(default_factory=dict)
+    only: int | None = None
 
 
 class ChatMasker:
@@ -69,11 +70,13 @@ class ChatMasker:
     def _laid_out(self, chat: Conversation, text: str) -> tuple[str, list[int], list[Span]]:
         """Return the text with its media expanded, the starts of answers, and the ranges to learn."""
         answers = self.answers(chat, text)
-        learnt = [(0, len(text))] if chat.whole else answers
+        starts = [start for start, _ in answers.values()]
+        learnt = [span for turn, span in answers.items() if chat.only in (None, turn)]
+        learnt = [(0, len(text))] if chat.whole and chat.only is None else learnt
         if self.store is None or not chat.media:
-            return text, [start for start, _ in answers], learnt
+            return text, starts, learnt
         text, replaced = self.store.expand(text, chat.media)
-        cuts = [_moved((start, start), replaced)[0][0] for start, _ in answers]
+        cuts = [_moved((start, start), replaced)[0][0] for start in starts]
         return text, cuts, [span for each in learnt for span in _moved(each, replaced)]
 
     def _tokens(self, texts: list[tuple[str, list[int]]]) -> list[tuple[list[int], list[int]]]:
@@ -87,11 +90,11 @@ class ChatMasker:
         return [([token for (ids, _), _ in each for token in ids],
                  [start + at for (_, starts), at in each for start in starts]) for each in found]  # yapf: disable
 
-    def answers(self, chat: Conversation, text: str) -> list[Span]:
-        """Return the character ranges of ``text`` that hold the answers of the turns that may be learnt."""
+    def answers(self, chat: Conversation, text: str) -> dict[int, Span]:
+        """Return the character ranges of ``text`` that hold the answers of the turns that may be learnt, by turn."""
         turns = [i for i, turn in enumerate(chat.messages or []) if i >= chat.first and turn["role"] == "assistant"]
-        spans = [self._answer(chat, turn, text) for turn in turns]
-        return [span for span in spans if span is not None]
+        spans = {turn: self._answer(chat, turn, text) for turn in turns}
+        return {turn: span for turn, span in spans.items() if span is not None}
 
     def _answer(self, chat: Conversation, turn: int, text: str) -> Span | None:
         """Return the range of one answer; None: the template leaves it out."""

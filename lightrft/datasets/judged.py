@@ -5,11 +5,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lightrft.config.preference_schema import JudgedDataConfig
-from lightrft.datasets.records import check_named_columns, missing, truth
+from lightrft.datasets.records import check_named_columns, silent, truth
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, Learning, SFTExample,
                                            shows_media, to_conversation, TokenizedDataset, with_media)
+from lightrft.datasets.turn_weights import check_unweighted
 from lightrft.utils.logging import warn_of_all
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
@@ -48,10 +49,11 @@ def last_answer(row: Row, cfg: JudgedDataConfig, renderer: Renderer, where: str)
     """
     chat = to_conversation(row, renderer, where, Learning(cfg.output_key))
     if chat.messages and not chat.first:
-        if chat.messages[-1]["role"] != "assistant" or missing(chat.messages[-1]["content"]):
+        if chat.messages[-1]["role"] != "assistant" or silent(chat.messages[-1]):
             raise DataError(f"{where}: the chat does not end with an answer. Complete or remove the row")
         chat = replace(chat, first=len(chat.messages) - 1)
     check_turns(chat, where)
+    check_unweighted(chat, where)
     return chat
 
 

@@ -23,6 +23,7 @@ from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,
                                            shows_media, TokenizedDataset, with_media)
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+from lightrft.datasets.turn_weights import check_unweighted, weigh
 from lightrft.utils.logging import warn_of_all
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
@@ -174,8 +175,7 @@ def _answer(value: Any, key: str, row: Row, where: str, ends: tuple[str, ...]) -
         answer: Any = without_end(value, ends)
     else:
         answer = value if missing(value) else unended(to_messages(value, where), ends)
-    if missing(answer) or isinstance(answer, list) and (answer[-1]["role"] != "assistant"
-                                                        or missing(answer[-1]["content"])):
+    if missing(answer) or isinstance(answer, list) and (answer[-1]["role"] != "assistant" or silent(answer[-1])):
         raise PairError(f"{where}: the {key} answer is missing or empty (the row has {', '.join(row)}). Name its "
                         f"column with --{key}_key, remove the row, or use --pair_policy skip")
     return answer
@@ -257,6 +257,7 @@ class PairDataset(TokenizedDataset[Pair]):
                      for i, (pair, answer) in enumerate(zip(pairs, answers))]  # yapf: disable
             for i, chat in enumerate(chats):
                 check_turns(chat, own.where(i))
+                check_unweighted(chat, own.where(i))
             sides.append(with_media(own, chats, data, self._media))
         rows = rows.pick(records)
         both = [i for i in sides[0] if i in sides[1]]
@@ -274,7 +275,9 @@ class PairDataset(TokenizedDataset[Pair]):
 
     def _encoded(self, entry: int, rows: Rows, chats: list[Conversation]) -> list[SFTExample]:
         """Tokenize one side of all pairs, up to the last token of the answer."""
-        encoded = encode_all(chats, self._renderer, self._media)
+        weighted = weigh(chats, encode_all(chats, self._renderer, self._media),
+                         lambda turns: encode_all(turns, self._renderer, self._media))
+        encoded = [(ids, mask) for ids, mask, _ in weighted]
         check_learnable(rows, encoded)
         ends = [len(mask) - mask[::-1].index(True) for _, mask in encoded]
         return [SFTExample(f"{entry}:{rows.number(i)}", ids[:end], mask[:end], chat.media)

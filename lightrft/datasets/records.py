@@ -11,6 +11,7 @@ from typing import Any
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+from lightrft.datasets.turns import joined_calls, normalised, SHAREGPT_ROLES
 from lightrft.utils.logging import get_logger
 
 Message = dict[str, Any]
@@ -18,9 +19,8 @@ Message = dict[str, Any]
 PROMPT_COLUMNS = ("prompt", "messages", "input")
 ANSWER_COLUMNS = ("reference", "solution", "ground_truth", "answer", "output")
 _PROMPT_OPTIONS = {"input_key": (), "reference_key": ("extra_info", "reward_model"), "label_key": ("extra_info", )}
-_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")  # what an answer may have alone
+_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "thinking")  # what an answer may have alone
 WHOLE_CHATS = ("messages", "conversations", "chosen", "rejected")  # columns of chats with their answers
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass
@@ -156,20 +156,19 @@ def find_label(row: Row, key: str) -> str:
 
 
 def to_message(turn: Any, where: str) -> Message:
-    """Convert one chat turn to role / content form; ShareGPT's from / value is accepted.
+    """Convert one chat turn to role / content form, see :func:`normalised`; ShareGPT's from / value is accepted.
 
     Raises:
         UnusableRow: a part of its content is null, or is a text that is null.
         DataError: it is no chat turn, its content is neither text nor a list of parts, or the content of another turn
             than an answer is null.
     """
-    if isinstance(turn, dict) and "from" in turn and "value" in turn:
-        turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+    turn = normalised(turn, where) if isinstance(turn, dict) else turn
     if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
         raise DataError(f"{where}: a chat message must have role and content, not {str(turn)[:80]!r}")
-    if str(turn["role"]) in _SHAREGPT_ROLES:
+    if str(turn["role"]) in SHAREGPT_ROLES:
         raise DataError(f"{where}: a chat message has the role {turn['role']!r}, which chat templates do not know. "
-                        f"Write {_SHAREGPT_ROLES[turn['role']]!r}")
+                        f"Write {SHAREGPT_ROLES[turn['role']]!r}")
     if wrong := [part for part in _parts(turn["content"]) if not isinstance(part, (str, type(None)))]:
         raise DataError(f"{where}: a chat message of {turn['role']!r} has the content {str(wrong[0])[:80]} "
                         f"({type(wrong[0]).__name__}); expected a text, or a list of parts. Write it as text")
@@ -179,7 +178,7 @@ def to_message(turn: Any, where: str) -> Message:
     if isinstance(turn["content"], list) and any(map(_null, turn["content"])):
         raise UnusableRow(f"{where}: a chat message of {turn['role']!r} has a part without text "
                           f"({str(turn['content'])[:80]}). Write its text, or remove it")
-    return {key: value for key, value in turn.items() if value is not None or key == "content"}
+    return turn
 
 
 def _parts(content: Any) -> list[Any]:
@@ -198,7 +197,8 @@ def _null(part: Any) -> bool:
 
 def to_messages(value: Any, where: str) -> list[Message]:
     """Convert a list of chat turns (or a single one) to role / content form."""
-    return [to_message(turn, where) for turn in (value if isinstance(value, list) else [value])]
+    turns = value if isinstance(value, list) else [value]
+    return joined_calls(turns, [to_message(turn, where) for turn in turns], where)
 
 
 def prefill_of(chat: list[Message]) -> str | None:

@@ -14,6 +14,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.records import joined, Message, prefill_of
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.template_kwargs import check_kwargs, TemplateKwargs
+from lightrft.datasets.tool_templates import ToolTemplate
 from lightrft.utils.logging import warn_of_all
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
@@ -46,6 +47,7 @@ class Renderer:
         self.cfg, self.tokenizer, self.suffix = cfg, tokenizer, suffix
         self._dropped: dict[str, bool] = {}
         self._warned: set[str] = set()
+        self._tools = ToolTemplate(tokenizer)
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -132,8 +134,10 @@ class Renderer:
             raise DataError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, and the data holds "
                 "chat messages. Give one with --chat_template (a Jinja file or a built-in name, e.g. chatml)")
+        self._tools.check(options.get("tools"))
+        taken = [self._tools.prepared(self._in_parts(chat)) for chat in chats]
         try:
-            return self.tokenizer.apply_chat_template([self._in_parts(chat) for chat in chats], **options)
+            return self.tokenizer.apply_chat_template(taken, **options)
         except (TemplateError, TypeError) as error:
             raise DataError(f"the chat template of {self.tokenizer.name_or_path!r} cannot render the messages: "
                             f"{error}. Change the rows, or give another template with --chat_template") from error

@@ -1,7 +1,7 @@
 """Data set of demonstrations: token ids, and a loss mask of the assistant's text and its end-of-turn token."""
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from lightrft.datasets.records import (as_chat, check_named_columns, continued, 
 from lightrft.datasets.rendering import Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.template_kwargs import template_kwargs
+from lightrft.datasets.turn_weights import weigh
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -28,11 +29,13 @@ ANSWER_COLUMNS = ("completion", "response", "output", "answer", "solution")
 
 @dataclass(frozen=True)
 class SFTExample:
-    """One demonstration; ``loss_mask[t]`` is True if token t is in the loss; ``media`` are keys as in a prompt."""
+    """One demonstration; ``loss_mask[t]`` is True if token t is in the loss; ``media`` are keys as in a prompt;
+    ``weights[t]`` weighs the gradient of token t (empty: all are 1)."""
     uid: str
     token_ids: list[int]
     loss_mask: list[bool]
     media: tuple[str, ...] = ()
+    weights: list[float] = field(default_factory=list, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Learning:
     def narrowed(self, chat: Conversation) -> Conversation:
         """Return the conversation with the part to learn."""
         if self.whole:
-            return replace(chat, pair=("", "".join(chat.pair)), whole=True)
+            first = 0 if any("weight" in turn for turn in chat.messages or []) else chat.first
+            return replace(chat, pair=("", "".join(chat.pair)), whole=True, first=first)
         turns = [i for i, turn in enumerate(chat.messages or []) if turn["role"] == "assistant"]
         return chat if self.every_turn or not turns else replace(chat, first=turns[-1])
 
@@ -253,10 +257,11 @@ class SFTDataset(TokenizedDataset[SFTExample]):
         found = with_media(rows, chats, renderer.cfg, self._media)
         rows, chats = rows.pick(found), [*found.values()]
         encoded = [learning.masked(each) for each in encode_all(chats, renderer, self._media)]
-        check_learnable(rows, encoded)
-        kept = self.fitting(rows, [len(ids) for ids, _ in encoded])
-        return [(f"{entry}:{rows.number(i)}", np.asarray(encoded[i][0], dtype=np.int32),
-                 np.asarray(encoded[i][1], dtype=bool), chats[i].media) for i in kept]  # yapf: disable
+        weighted = weigh(chats, encoded, lambda turns: encode_all(turns, renderer, self._media))
+        check_learnable(rows, [(ids, mask) for ids, mask, _ in weighted])
+        kept = self.fitting(rows, [len(ids) for ids, *_ in weighted])
+        return [(f"{entry}:{rows.number(i)}", np.asarray(weighted[i][0], dtype=np.int32),
+                 np.asarray(weighted[i][1], dtype=bool), chats[i].media, weighted[i][2]) for i in kept]  # yapf: disable
 
     def media_of(self, row: Any) -> Iterable[tuple[str, ...]]:
         """Override: rows are not yet examples."""
@@ -264,8 +269,8 @@ class SFTDataset(TokenizedDataset[SFTExample]):
 
     def item(self, index: int) -> SFTExample:
         """The demonstration at ``index``."""
-        uid, ids, mask, media = self._rows[index]
-        return SFTExample(uid, ids.tolist(), mask.tolist(), media)
+        uid, ids, mask, media, weights = self._rows[index]
+        return SFTExample(uid, ids.tolist(), mask.tolist(), media, weights=weights)
 
 
 class PretrainingDataset(SFTDataset):

@@ -61,13 +61,13 @@ def without_nulls(value: Any) -> Any:
 
 
 def parsed(value: Any, name: str) -> Any:
-    """Return the value of a JSON text; another value without its nulls (:func:`without_nulls`).
+    """Return the value of a JSON text, and any other value as it is.
 
     Raises:
         DataError: a text is not JSON.
     """
     if not isinstance(value, str):
-        return without_nulls(value)
+        return value
     try:
         return json.loads(value) if value.strip() else None
     except json.JSONDecodeError as error:
@@ -75,7 +75,7 @@ def parsed(value: Any, name: str) -> Any:
 
 
 def _mapping(value: Any, name: str) -> TemplateKwargs:
-    kwargs = parsed(value, name)
+    kwargs = parsed(without_nulls(value), name)
     if not isinstance(kwargs, dict | None):
         raise DataError(f"{name} is {str(value)[:80]}: expected an object such as {{\"enable_thinking\": false}}. "
                         "Correct or remove it")
@@ -86,7 +86,7 @@ def _tools(row: Row, where: str) -> list[dict[str, Any]]:
     """Return the schemas in the column ``tools``, or in OpenAI's older ``functions``, each as an object of the type
     "function"; a column and a schema may be JSON text."""
     name = f"{where}: the column 'tools'"
-    schemas = parsed(row.get("tools"), name)
+    schemas = parsed(without_nulls(row.get("tools")), name)
     if not schemas and _are_functions(row.get("functions")):
         schemas, name = without_nulls(row["functions"]), f"{where}: the column 'functions'"
     schemas = schemas or []

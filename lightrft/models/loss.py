@@ -180,10 +180,14 @@ class ValueLoss(nn.Module):
 
 
 class GPTLMLoss(nn.Module):
-    """``-logprobs[loss_mask].mean()``: the negative log-likelihood per token of supervised fine-tuning, in nats."""
+    """``-logprobs[loss_mask].mean()``: the negative log-likelihood per token of supervised fine-tuning, in nats.
+
+    ``exp.token_weights`` weigh the tokens of the sum; in the denominator each token of the loss counts 1.
+    """
 
     def forward(self, logprobs: Tensor, exp: Experience, denominators: Denominators) -> Loss:
         """Return the loss of ``logprobs`` [T]; metrics: ``loss``, each token's."""
         token_loss = -torch.where(exp.loss_mask, logprobs, 0)
-        loss = aggregate(token_loss, exp.loss_mask, exp.cu_seqlens, "token-mean", denominators)
+        weighted = token_loss if exp.token_weights is None else token_loss * exp.token_weights
+        loss = aggregate(weighted, exp.loss_mask, exp.cu_seqlens, "token-mean", denominators)
         return loss, {"loss": token_loss.detach()}

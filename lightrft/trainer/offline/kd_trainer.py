@@ -63,5 +63,6 @@ class KDTrainer(SFTTrainer):
             return gaps, -logprobs.gather(-1, targets[part, None])[:, 0]
 
         gaps, nll = self.actor.model(exp, read=read, vocab=self.vocab)
-        loss = (cfg.kd_coef * gaps + (1 - cfg.kd_coef) * nll).sum() / total
+        weights = 1 if exp.token_weights is None else exp.token_weights[exp.actions]
+        loss = (weights * (cfg.kd_coef * gaps + (1 - cfg.kd_coef) * nll)).sum() / total
         return loss, {"divergence": gaps, "nll": nll}

@@ -1,6 +1,7 @@
 """Supervised fine-tuning on the same packed batches, strategies and checkpoints as reinforcement learning."""
 from collections.abc import Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sft_schema import SFTConfig
@@ -9,14 +10,17 @@ from lightrft.datasets.sft_dataset import Learning, SFTDataset, SFTExample
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.trainer.offline.offline_trainer import Batch, Loss, OfflineTrainer
-from lightrft.types import Experience
+from lightrft.types import Experience, flatten
 
 
 def pack_rows(rows: Sequence[SFTExample]) -> Experience:
     """Pack conversations into one Experience; the loss mask covers the tokens of the assistant."""
     lens = [len(row.token_ids) for row in rows]  # no token is drawn: all are prompts
-    return Experience.pack([row.token_ids for row in rows], [row.loss_mask for row in rows],
-                           media=[row.media for row in rows], prompt_lens=lens)
+    exp = Experience.pack([row.token_ids for row in rows], [row.loss_mask for row in rows],
+                          media=[row.media for row in rows], prompt_lens=lens)
+    if any(row.weights for row in rows):
+        exp.token_weights = flatten((row.weights or [1.0] * len(row.token_ids) for row in rows), np.float32)
+    return exp
 
 
 class SFTTrainer(OfflineTrainer[SFTExample]):
