@@ -9,10 +9,12 @@ from lightrft.cli.train import main
 from lightrft.config.cli import parse_config
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.preflight.validate import validate
+from lightrft.rewards.rules import format_score
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import flags
 from lightrft.tests.support.scorers import save_judge
 from lightrft.trainer.advantage_calculator import token_rewards
+from lightrft.trainer.samples import reward_input
 from lightrft.trainer.scores import on_tokens
 from lightrft.types import Experience, Prompt, Sample
 
@@ -74,6 +76,17 @@ def test_the_token_of_a_step_is_the_one_that_writes_its_end():
     assert on_tokens(sample, [(2, 0.5), (5, 0.25)], tokenizer) == [(4, 0.5), (4, 0.25)], "the rest is not drawn"
     sample.loss_mask[-1] = True
     assert on_tokens(sample, [(1, 1.0), (2, 0.5), (5, 0.25)], tokenizer) == [(2, 1.0), (4, 0.5), (7, 0.25)]
+
+
+def test_rewards_read_a_prefill_in_the_answer():
+    """The prompt ends before it; a step that ends in it has its reward at the first token drawn."""
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>a"}]
+    prompt, tokenizer = Prompt("0", [5, 6], "1+1? <think>a", chat), tiny.tokenizer()
+    item = reward_input(prompt, "b</think>\\boxed{2}")
+    assert (item.prompt, item.response, item.messages) == ("1+1? ", "<think>ab</think>\\boxed{2}", chat[:1])
+    assert format_score(item).score == 1
+    sample = Sample(prompt, 0, 0, [5, 6, *tokenizer.encode("b\nok")], [False] * 2 + [True] * 4, [], [], "stop")
+    assert on_tokens(sample, [(3, 1.0), (9, 0.5), (12, 0.25)], tokenizer) == [(2, 1.0), (2, 0.5), (5, 0.25)]
 
 
 @pytest.fixture(scope="module")
