@@ -26,7 +26,10 @@ def serve(parsed: ParsedConfig) -> None:
         rewards = RewardManager(config.as_reward_config(), setup=setup)
         renderers = [model.reader.renderer for model in rewards.neural.values()]
         ends = {str(end) for each in renderers for end in (*each.ends, each.tokenizer.pad_token) if end}
-        server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)))
+        starts = {str(token.bos_token) for token in (each.tokenizer for each in renderers)
+                  if token.bos_token and token("").input_ids[:1] == [token.bos_token_id]}  # yapf: disable
+        server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)),
+                              tuple(sorted(starts)))
         get_logger().info(f"serving {', '.join(rewards.neural)}: POST {server.url}/get_reward")
         server.run(stop_requested)
         rewards.shutdown()

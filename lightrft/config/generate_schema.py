@@ -41,6 +41,8 @@ class PostProcessConfig(ScoreConfig):
     normalize_reward: bool = option(False, "normalize the rewards of all responses to mean 0 and standard deviation 1")
     reward_template: str = option("{input} <rm_score>: {reward} ", "csft: prompt with the reward in it",
                                   needs="post_processor csft")
+    keep_truncated: bool = option(False, "rs: a response that was cut off at the length limit may be the best one too",
+                                  needs="post_processor rs")
 
 
 @dataclass

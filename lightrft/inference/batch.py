@@ -7,15 +7,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.schema import DataConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import PromptsDataset
+from lightrft.datasets.rendering import Renderer
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.post_processing import normalise_rewards, post_process
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
 from lightrft.inference.responses import read_responses, score_responses
 from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import named_models
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.types import Prompt
@@ -23,7 +27,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 # options that change nothing in the rows of single responses
-LATER = ("output_path", "post_processor", "normalize_reward", "reward_template")
+LATER = ("output_path", "post_processor", "normalize_reward", "reward_template", "keep_truncated")
 
 
 def run(config: GenerateConfig, strategy: StrategyBase) -> None:
@@ -56,10 +60,16 @@ def _generated(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles
 
 def _scored(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:
     """Score responses that the rows have; without ``--score`` they have rewards too."""
-    rows = _of_iteration(config, read_responses(config.data, rescored=bool(config.scoring.score)))
+    rows = _of_iteration(config, read_responses(config.data, bool(config.scoring.score), _renderer(config)))
     with _scorers(config, strategy) as rewards:
         files = _open_files(config, strategy, [one.row for one in rows])
         return files, score_responses(strategy, rows, config.data, files, rewards)
+
+
+def _renderer(config: GenerateConfig) -> Renderer | None:
+    """Return what renders chats as the (first) reward model sees them; None without one."""
+    path = next((path for _, path in named_models(config.as_config().reward.reward_pretrain)), None)
+    return Renderer(DataConfig(), load_tokenizer(path)) if path else None
 
 
 def _scorers(config: GenerateConfig, strategy: StrategyBase,
@@ -100,7 +110,8 @@ def _finish(config: GenerateConfig, rows: list[Row]) -> None:
     if config.score.normalize_reward:
         found = normalise_rewards(found)
     if config.score.post_processor:
-        found, counts = post_process(config.score.post_processor, found, config.score.reward_template, config.data.wish)
+        found, counts = post_process(config.score.post_processor, found, config.score.reward_template, config.data.wish,
+                                     config.score.keep_truncated)
     write_rows(config.out, found)
     summary |= {"rows": len(found)} | counts
     path = config.out.with_name(f"{config.out.name}.summary.json")

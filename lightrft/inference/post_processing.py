@@ -32,13 +32,16 @@ def normalise_rewards(rows: list[Row]) -> list[Row]:
     return [row if row.get("reward") is None else row | {"reward": (row["reward"] - mean) / deviation} for row in rows]
 
 
-def rejection_sampling(rows: list[Row], counts: Counts) -> list[Row]:
-    """Return the best response to each prompt; of several with the best reward the first."""
-    best = []
-    for group in _groups(rows, counts):
+def rejection_sampling(rows: list[Row], counts: Counts, keep_truncated: bool = False) -> list[Row]:
+    """Return the best response to each prompt; of several with the best reward the first. A truncated response (its
+    ``finish_reason`` is ``length``) would teach to end in the middle of a sentence: it takes part only on request."""
+    best, whole = [], [row for row in rows if keep_truncated or row.get("finish_reason") != "length"]
+    counts["truncated responses left out"] += len(rows) - len(whole)
+    for group in _groups(whole, counts):
         chosen = max(group, key=lambda row: row["reward"])  # the first of equals
         counts["ties for the best response"] += sum(row["reward"] == chosen["reward"] for row in group) > 1
-        best.append(_of_input(chosen, {"output": chosen["output"], "reward": chosen["reward"]}))
+        kept = {name: chosen[name] for name in ("output", "reward", "finish_reason") if name in chosen}
+        best.append(_of_input(chosen, kept))
     return best
 
 
@@ -51,8 +54,9 @@ def conditional_sft(rows: list[Row], counts: Counts, template: str, wish: str = 
     found = []
     for row in (row for group in _groups(rows, counts) for row in group):
         if MEDIA in row:
-            raise UserError("--post_processor csft: writes the reward after the text of a prompt, and the prompts have "
-                            "media; use rs or iter_dpo")
+            raise UserError("--post_processor csft: writes the reward after the text of a prompt, and the prompts are "
+                            "chats, with media or without the template of a model; use rs or iter_dpo, or name the "
+                            "reward model with --pretrain")
         asked = row["input"].removesuffix(wish)
         conditioned = template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", asked)
         found.append({"input": conditioned, "output": row["output"], "reward": row["reward"]})
@@ -74,19 +78,22 @@ def preference_pairs(rows: list[Row], counts: Counts) -> list[Row]:
     return pairs
 
 
-def post_process(name: str, rows: list[Row], template: str, wish: str = "") -> tuple[list[Row], Counts]:
+def post_process(name: str, rows: list[Row], template: str, wish: str = "",
+                 keep_truncated: bool = False) -> tuple[list[Row], Counts]:
     """Return the rows of the post-processor ``name``, and the number of what was left out or decided by order.
 
     Args:
         template: prompt of ``csft``.
         wish: end of the prompts of the rows, see :class:`lightrft.config.inference_schema.WishConfig`.
+        keep_truncated: truncated responses take part in ``rs``.
 
     Raises:
         UserError: no row is left.
     """
     counts = Counts()
     processors: dict[str, Callable[[], list[Row]]] = {
-        "rs": lambda: rejection_sampling(rows, counts), "iter_dpo": lambda: preference_pairs(rows, counts),
+        "rs": lambda: rejection_sampling(rows, counts, keep_truncated),
+        "iter_dpo": lambda: preference_pairs(rows, counts),
         "csft": lambda: conditional_sft(rows, counts, template, wish)
     }  # yapf: disable
     found = processors[name]()

@@ -1,12 +1,13 @@
 """Rows that have their responses already: ``--eval_task rm`` scores them without generating."""
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.records import (find_label, find_reference, Message, missing, prompt_column, text_of,
                                        to_messages, with_system)
+from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, load_rows, Row
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
 from lightrft.inference.generation import score_groups, unscored
@@ -26,13 +27,15 @@ class AnsweredRow:
     template_kwargs: TemplateKwargs = field(default_factory=dict)
 
 
-def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]:
+def read_responses(cfg: GenerateDataConfig, rescored: bool, renderer: Renderer | None = None) -> list[AnsweredRow]:
     """Read the rows of ``--prompt_data``; their other columns stay.
 
     A chat (``--input_key chosen``, say) whose last turn is the assistant's is a prompt and its response.
 
     Args:
         rescored: the rows are scored now; else they have a ``reward``.
+        renderer: of the reward model, which writes the ``input`` of a chat; without one a chat of several turns is in
+            ``prompt`` too, which training reads in its place.
 
     Raises:
         DataError: a row has no prompt, no response, or no finite reward and nothing scores it.
@@ -42,7 +45,18 @@ def read_responses(cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]
         rows = load_rows(spec, cfg.prompt_split)
         for i, row in enumerate(rows.rows):
             found.append(_response(row, cfg, rows.where(i), {} if rescored else _score(row, rows.where(i))))
-    return found[:cfg.max_samples or None]
+    return [_rendered(answered, renderer) for answered in found[:cfg.max_samples or None]]
+
+
+def _rendered(answered: AnsweredRow, renderer: Renderer | None) -> AnsweredRow:
+    """Write the prompt of a chat as the reward model sees it; of several turns keep the roles where there is none."""
+    if renderer is None or renderer.tokenizer.chat_template is None:
+        several = {"prompt": answered.messages} if len(answered.messages) > 1 else {}
+        return replace(answered, row=answered.row | several)
+    if not answered.messages:
+        return answered
+    text, = renderer.chat_text([answered.messages], True, [answered.template_kwargs])
+    return replace(answered, row=answered.row | {"input": text})
 
 
 def _score(row: Row, where: str) -> Row:

@@ -27,9 +27,12 @@ class Reader:
     Attributes:
         ends: end and padding tokens of the models. Behind a text they are dropped, because its end token is added.
         max_texts: of a request.
+        starts: tokens that the tokenizers of the models write before a text by themselves (bos). At the start of a
+            text without a prompt they are dropped; a prompt loses its own where it is tokenized.
     """
     ends: tuple[str, ...]
     max_texts: int
+    starts: tuple[str, ...] = ()
 
     def queries(self, body: Body) -> list[RewardInput]:
         """Read ``{"query" or "queries": [...], "prompts": [...], "messages": [...]}``; the last two may be missing.
@@ -52,7 +55,12 @@ class Reader:
         """Read ``{"input": "..." or [...]}``: whole texts, as verl sends them."""
         given = body.get("input")
         texts = self._texts({"input": [given] if isinstance(given, str) else given}, "input")
-        return [RewardInput("", without_end(text, self.ends)) for text in texts]
+        return [RewardInput("", without_end(self._without_start(text), self.ends)) for text in texts]
+
+    def _without_start(self, text: str) -> str:
+        """Remove one of :attr:`starts`, which would otherwise be there twice."""
+        start = next((start for start in self.starts if text.startswith(start)), "")
+        return text[len(start):]
 
     def _texts(self, body: Body, name: str, size: int | None = None) -> list[str]:
         found = _column(body, name, size)
@@ -67,13 +75,18 @@ class Reader:
         return found
 
     def _input(self, index: int, query: str, prompt: str | None, chat: Any) -> RewardInput:
-        begins = prompt is not None and query.startswith(prompt)
-        if chat and not begins:
+        if chat and prompt is None:
             raise BadRequest(
                 f"messages[{index}]: the query must begin with its entry of prompts, since the rest is the "
                 "response; send both, or no messages")
-        prompt = prompt if prompt and begins else ""  # one that was decoded otherwise is scored with its response
-        return RewardInput(prompt, without_end(query[len(prompt):], self.ends), _turns(chat, index))
+        if prompt and not query.startswith(prompt):
+            raise BadRequest(
+                f"prompts[{index}]: the query does not begin with it, so its response is unknown. It is "
+                f"{prompt[:60]!r}, and the query begins {query[:60]!r}. Decode both alike (with or without "
+                "special tokens), or send no prompts")
+        response = without_end(query[len(prompt or ""):], self.ends)
+        return RewardInput(prompt or "", response if prompt or chat else self._without_start(response),
+                           _turns(chat, index))
 
 
 def read_json(raw: bytes) -> Body:

@@ -111,15 +111,16 @@ class RewardServer(ThreadingHTTPServer):
     """Server of ``score``; :meth:`run` works until it is asked to stop.
 
     Args:
-        ends: of a :class:`Reader`.
+        ends, starts: of a :class:`Reader`.
 
     Raises:
         UserError: the address cannot be used.
     """
     daemon_threads, request_queue_size = True, 128
 
-    def __init__(self, cfg: ServerConfig, score: Scorer, ends: tuple[str, ...] = ()) -> None:
-        self.cfg, self.queue, self.reader = cfg, RequestQueue(score), Reader(ends, cfg.max_texts)
+    def __init__(self, cfg: ServerConfig, score: Scorer, ends: tuple[str, ...] = (), starts: tuple[str,
+                                                                                                   ...] = ()) -> None:
+        self.cfg, self.queue, self.reader = cfg, RequestQueue(score), Reader(ends, cfg.max_texts, starts)
         self.under_way, self.stopping, self._lock = 0, False, threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
         try:

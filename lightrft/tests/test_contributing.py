@@ -22,7 +22,7 @@ if not PAGE.exists():
 pytestmark = pytest.mark.slow
 TINY = {name: value for name, value in runs.BASE.items() if name not in ("self_test", "sync_proof", "reward_probe")}
 # of the tests that go through all losses, options and pages: the cases of the new loss, and those that count
-CASES = "tanh or every_loss or each_algorithm or has_a_page or generated_one or is_missing or glossary"
+CASES = "tanh or every_loss or each_algorithm or has_a_page or generated_one or is_missing or glossary or algorithms.md"
 TINY_SFT = {"max_steps": 1, "train_batch_size": 2, "max_len": 64, "disable_ckpt": True}
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from lightrft.algorithms import CORRECTIONS, POLICY_LOSSES
 from lightrft.config.schema import AlgorithmConfig
+from lightrft.config.tree import extended
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops import preference
 from lightrft.ops.aggregate import Denominators, MODES
@@ -29,7 +30,7 @@ def test_no_policy_loss_makes_the_host_wait(options):
     exp, new, entropy = rollout(FIXED, 1)
     exp.selected = exp.loss_mask
     denominators = Denominators(exp.loss_mask.sum().item(), exp.num_seqs, 8.0)
-    loss_of = PolicyLoss(AlgorithmConfig(use_kl_loss=True, entropy_coef=0.1, **options), 8.0)
+    loss_of = PolicyLoss(extended(AlgorithmConfig)(use_kl_loss=True, entropy_coef=0.1, **options), 8.0)
     with fake_cuda() as ledger:
         given = [each.to("cuda") for each in (new, entropy, exp)]
         ledger.counts.clear()

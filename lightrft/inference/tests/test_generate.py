@@ -16,10 +16,11 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.inference import batch
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards import remote
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.remote import RequestFailed
-from lightrft.tests.support import launch, tiny_task
+from lightrft.tests.support import field, launch, tiny_task
 from lightrft.tests.support.generate_flips import GENERATE_FLIPS
 from lightrft.tests.support.runs import read_lines
 from lightrft.tests.support.scorers import plain, save_scorer
@@ -112,9 +113,11 @@ def test_rows_have_the_prompt_the_response_and_its_score(home, observe):
 def test_best_responses_are_those_of_the_scored_rows(observe):
     scored = observe({"score": ["@home/reward.py"], "best_of_n": 2}).rows
     best = observe({"score": ["@home/reward.py"], "best_of_n": 2, "post_processor": "rs"}).rows
+    whole = [row for row in scored if row["finish_reason"] == "stop"]
     assert [row["reward"]
-            for row in best] == [max(row["reward"] for row in scored if row["input"] == one["input"]) for one in best]
-    assert [set(row) for row in best] == [{"input", "output", "reward"}] * 6
+            for row in best] == [max(row["reward"] for row in whole if row["input"] == one["input"]) for one in best]
+    assert len(best) == len({row["input"] for row in whole})
+    assert all(set(row) == {"input", "output", "reward", "finish_reason"} for row in best)
 
 
 def test_chats_are_scored_too_and_a_reward_that_is_there_needs_no_score(home, tmp_path):
@@ -127,6 +130,22 @@ def test_chats_are_scored_too_and_a_reward_that_is_there_needs_no_score(home, tm
     again = tiny_task.write_rows(tmp_path / "scored.jsonl", [*others, row])
     (pair, ) = run(home, tmp_path, **(given | {"prompt_data": [str(again)]}), post_processor="iter_dpo").rows
     assert (pair["chosen"], pair["rejected_reward"]) == ("\\boxed{2}", 0.5)
+
+
+def test_chats_keep_the_template_of_the_reward_model(tmp_path, scorer):
+    """In the input of the rows that post-processors write; without a model, their turns are in the prompt."""
+    rows = Path(field.__file__).parent / "rows" / "scored_chats.jsonl"
+    chats = [json.loads(line)["chosen"][:-1] for line in rows.read_text().splitlines()]
+    tokenizer = load_tokenizer(scorer)
+    wanted = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    given = {"eval_task": "rm", "prompt_data": [str(rows)], "input_key": "chosen"}
+    for name, changed in (("rs", lambda row: row["input"]), ("csft", lambda row: row["input"].split(" <rm_score>")[0])):
+        out = tmp_path / f"{name}.jsonl"
+        main(launch.flags({**given, "pretrain": scorer, "post_processor": name, "output_path": out}))
+        assert [changed(row) for row in read_lines(out)] == wanted
+    main(launch.flags({**given, "score": ["format"], "output_path": tmp_path / "plain.jsonl"}))
+    found = read_lines(tmp_path / "plain.jsonl")
+    assert found[0]["prompt"] == chats[0] and found[1]["input"] == "say word 3" and "prompt" not in found[1]
 
 
 def test_rewards_may_be_text(home, tmp_path):

@@ -23,6 +23,14 @@ def test_rejection_sampling_takes_the_best_and_counts_ties():
     assert counts == Counter({"ties for the best response": 1, "repeated responses": 1, "unscored responses": 3})
 
 
+def test_truncated_responses_are_left_out_unless_they_are_asked_for():
+    scored = [row | {"finish_reason": reason} for row, reason in zip(SCORED[:3], ("stop", "length", "stop"))]
+    (best, ), counts = post_process("rs", scored, TEMPLATE)
+    assert best == scored[0] and counts["truncated responses left out"] == 1
+    (best, ), counts = post_process("rs", scored, TEMPLATE, keep_truncated=True)
+    assert best == scored[1] and not counts["truncated responses left out"]
+
+
 def test_pairs_have_a_better_and_a_worse_response():
     found, counts = post_process("iter_dpo", SCORED, TEMPLATE)
     assert found == [{"prompt": "a", "chosen": "y", "chosen_reward": 2.0, "rejected": "z", "rejected_reward": -1.0}]
@@ -58,7 +66,7 @@ def test_prompts_with_media_are_told_apart_by_their_row():
              "prompt_id": f"0:{i}", "output": "x", "reward": 1.0} for i in range(2)]  # yapf: disable
     found, _ = post_process("rs", seen, TEMPLATE)
     assert [row["images"] for row in found] == [["0.png"], ["1.png"]] and found[0]["prompt"] == seen[0]["prompt"]
-    with pytest.raises(UserError, match="the prompts have media"):
+    with pytest.raises(UserError, match="the prompts are chats, with media"):
         post_process("csft", seen, TEMPLATE)
 
 

@@ -116,6 +116,15 @@ def test_end_tokens_behind_a_text_are_dropped():
     assert Reader((), 8).inputs({"input": f"x{END}\n"})[0].response == f"x{END}\n"
 
 
+def test_a_text_that_begins_with_bos_has_one():
+    """That which the tokenizer writes; behind a prompt or in a chat it stays, where the prompt loses its own."""
+    reader = Reader((END, ), 8, ("<s>", ))
+    asked = {"query": ["<s>4", "4", "<s><s>4", "<s>a<s>4"], "prompts": ["", "", "", "<s>a"]}
+    found = [(item.prompt, item.response) for item in reader.queries(asked)]
+    assert found == [("", "4"), ("", "4"), ("", "<s>4"), ("<s>a", "<s>4")]
+    assert [item.response for item in reader.inputs({"input": ["<s>4", "4"]})] == ["4", "4"]
+
+
 @pytest.mark.parametrize("size", [100_000, 1_000_000])
 def test_reading_a_text_of_end_tokens_takes_no_time(size):
     """In every order with other text, which no search from each of them may take in quadratic time."""
@@ -149,6 +158,8 @@ BAD = [
     ({"query": ["4"] * 9}, "/get_reward", 413, "query: 9 texts are more than 8 (--max_texts)"),
     ({"query": ["4", "5"], "prompts": ["4"]}, "/get_reward", 400, "prompts: 1 entries for 2 queries"),
     ({"query": ["4"], "messages": [[TURN]]}, "/get_reward", 400, "must begin with its entry of prompts"),
+    ({"query": ["45"], "prompts": ["5"]}, "/get_reward", 400,
+     "prompts[0]: the query does not begin with it, so its response is unknown. It is '5', and the query begins '45'"),
     ({"query": ["4"], "prompts": [""], "messages": [[TURN]]}, "/get_reward", 400, "reads text only"),
     ({"query": ["4"], "prompts": [""], "messages": [7]}, "/get_reward", 400, "expected a list of turns"),
     ({"query": ["4"], "prompts": [""], "messages": [[{"role": "user", "content": "\ud800"}]]}, "/get_reward", 400,

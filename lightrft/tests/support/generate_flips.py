@@ -30,6 +30,7 @@ GENERATE_FLIPS: dict[str, Flip] = {
     "post_processor": Flip("rs", rows, SCORED),
     "normalize_reward": Flip(True, columns("reward"), SCORED),
     "reward_template": Flip("{reward}: {input}", columns("input"), CSFT),
+    "keep_truncated": Flip(True, rows, {**SCORED, "post_processor": "rs"}),
     "output_path": Flip("@save/other.jsonl", lambda run: run.out.name),
     "eval_task": Flip("rm", columns("tokens"), {"prompt_data": ["@given"], "score": ["exact"]}),
     "seed": Flip(1, columns("output")),
