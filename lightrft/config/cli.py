@@ -14,6 +14,7 @@ from lightrft.config.help import Formatter, HELP, HelpAction
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError
 from lightrft.config.plugins import import_plugins, listed, Plugins
+from lightrft.config.run_folders import with_models_of_runs
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
@@ -129,7 +130,7 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
     if plan_gpus and not dry_run:
         raise ConfigError(f"--plan_gpus {plan_gpus}: plans a run for GPUs that are not here; add --dry_run or drop it")
     values, provenance = resolve(tree, defaults, [*layers, Layer("flag", flags)])
-    return ParsedConfig(build(tree, values), provenance, dry_run, plugins, plan_gpus)
+    return ParsedConfig(build(tree, with_models_of_runs(tree, values)), provenance, dry_run, plugins, plan_gpus)
 
 
 @contextmanager
@@ -210,4 +211,5 @@ def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Plugins 
         import_plugins(names := listed(plugins), tree)
         values, provenance = resolve(tree, _script_defaults(defaults, tree),
                                      [Layer("keyword", convert_options(given, tree))])
-        return ParsedConfig(build(tree, values), provenance, False, names, keywords=keywords)
+        config = build(tree, with_models_of_runs(tree, values))
+        return ParsedConfig(config, provenance, False, names, keywords=keywords)

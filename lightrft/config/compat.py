@@ -1,6 +1,6 @@
 """Flags of other trainers that are not options here: translated, accepted with a notice, or refused with the remedy."""
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -152,12 +152,18 @@ REFUSED: dict[str, str] = {
 }
 
 
-def grant(name: str, value: Any) -> bool:
-    """Accept a flag of another trainer that asks for what always holds, and log that; else return False."""
-    if name not in GRANTED or str(value).lower() in _DENIED:
-        return False
-    get_logger().info("--%s has no effect: %s", name, GRANTED[name])
-    return True
+def grant(name: str, value: Any, of_tree: Mapping[str, tuple[str, str]]) -> bool:
+    """Accept a flag of another trainer that asks for what always holds, and log that; else return False.
+
+    Args:
+        of_tree: further ones, as ``GRANTS`` of a tree: flag -> the form of its values, and the fact.
+    """
+    form, fact = of_tree.get(name, ("", ""))
+    if not re.fullmatch(form, str(value)):
+        fact = "" if str(value).lower() in _DENIED else GRANTED.get(name, "")
+    if fact:
+        get_logger().info("--%s has no effect: %s", name, fact)
+    return bool(fact)
 
 
 def refusal(name: str, known: Container[str] = ()) -> str | None:

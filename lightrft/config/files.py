@@ -7,6 +7,7 @@ import yaml
 from lightrft.config.compat import ALIASES, grant, nearest, refusal
 from lightrft.config.options import ConfigError
 from lightrft.config.plugins import listed
+from lightrft.config.shared_schema import grants
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.errors import did_you_mean
 
@@ -85,7 +86,7 @@ class _Reader:
         if key in ALIASES and not group:
             key, value = ALIASES[key] if value is True else (key, value)
         option = self.known.get(key)
-        if option is None and not group and grant(str(key), value):
+        if option is None and not group and grant(str(key), value, grants(self.tree)):
             return
         if option is None or (group and option.group != group):
             self.problems.append(_unknown(key, self.tree, group))

@@ -8,6 +8,7 @@ from typing import Any
 from lightrft.config.compat import ALIASES, grant, GRANTED, REFUSED, refusal
 from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.schema import Config
+from lightrft.config.shared_schema import grants
 from lightrft.config.tree import group_options, groups, options
 from lightrft.utils.logging import get_logger
 
@@ -57,11 +58,15 @@ class _PresetAction(_ListAction):
 class _ForeignAction(argparse.Action):
     """Accepts a flag of another trainer that asks for what always holds, with a notice, and refuses others."""
 
+    def __init__(self, *args: Any, tree: type, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tree = tree
+
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
         name = str(option_string).lstrip("-")
-        if not grant(name, values):
-            parser.error(str(refusal(name)))
+        if not grant(name, values, grants(self.tree)):
+            parser.error(str(refusal(name, options(self.tree))))
 
 
 def _help(option: Option, default: Any) -> str:
@@ -111,10 +116,10 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
         if alias not in skip and name in known:
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
-    for name in GRANTED:
+    for name in {**GRANTED, **grants(tree)}:
         if name not in skip and name not in known:
-            parser.add_argument(f"--{name}", nargs="?", const="true", action=_ForeignAction, default=argparse.SUPPRESS,
-                                help=argparse.SUPPRESS)
+            parser.add_argument(f"--{name}", nargs="?", const="true", action=_ForeignAction, tree=tree,
+                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
@@ -128,6 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argpa
     known = options(tree)
     for name in REFUSED:
         if name not in own and name not in known:
-            parser.add_argument(f"--{name}", nargs="*", action=_ForeignAction, default=argparse.SUPPRESS,
+            parser.add_argument(f"--{name}", nargs="*", action=_ForeignAction, tree=tree, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
     return parser

@@ -39,6 +39,10 @@ class PostProcessConfig(ScoreConfig):
         "reward in the prompt (conditional SFT), iter_dpo the best and the worst response to each prompt (default: "
         "every response)", POST_PROCESSORS, common=True)
     normalize_reward: bool = option(False, "normalize the rewards of all responses to mean 0 and standard deviation 1")
+    max_len: int = option(
+        0,
+        "--eval_task rm: longest text of prompt and response in tokens; a reward model leaves a longer one unscored; "
+        "0: the context length of the model", within=NON_NEGATIVE)
     reward_template: str = option("{input} <rm_score>: {reward} ", "csft: prompt with the reward in it",
                                   needs="post_processor csft")
     keep_truncated: bool = option(False, "rs: a response that was cut off at the length limit may be the best one too",
@@ -76,6 +80,12 @@ class GenerateConfig(InferenceTree):
         "tp_size": "engine_tp_size",
         "max_num_seqs": "engine_max_seqs",
         "greedy_sampling": "temperature=0",
+    }
+    GRANTS = {
+        "zero_stage": ("[0-3]", "nothing is trained; a process holds the whole model, and --engine_tp_size divides it "
+                       "in vLLM and SGLang"),
+        "micro_batch_size": (r"[1-9]\d*", "the engine decides how many sequences it runs at once (--engine_max_seqs), "
+                             "and a reward model reads texts up to a number of tokens in a pass"),
     }
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from lightrft.config.engines import EngineConfig
 from lightrft.config.options import NON_NEGATIVE, option
 from lightrft.config.reward_schema import RewardConfig, ScoringConfig
+from lightrft.config.run_folders import model_of
 from lightrft.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from lightrft.config.shared_schema import LaunchConfig, StrategyConfig, Tree
 from lightrft.config.tree import group
@@ -48,7 +49,7 @@ class ScoreConfig(ScoringConfig):
         parts = ["rm" if len(models) == 1 else f"rm{i}" for i in range(1, len(models) + 1)]  # of those without a name
         weights = [f"{path.rpartition('=')[0] or part}={weight}" for (path, weight), part in zip(models, parts)]
         return RewardConfig(**shared(ScoringConfig, self), reward=names + weights,
-                            reward_pretrain=[path for path, _ in models], remote_rm_url=self.urls)
+                            reward_pretrain=[model_of(path) for path, _ in models], remote_rm_url=self.urls)
 
 
 def _model_of(entry: str) -> tuple[str, str] | None:
@@ -61,7 +62,7 @@ def _model_of(entry: str) -> tuple[str, str] | None:
 
 def _is_model(path: str) -> bool:
     """Return True for a folder or hub id, not for the name of a reward, a file or a URL."""
-    file, folder = re.fullmatch(r".+\.py(:\w+)?", path), Path(path).expanduser()
+    file, folder = re.fullmatch(r".+\.py(:\w+)?", path), Path(model_of(path)).expanduser()
     return "://" not in path and not file and ("/" in path or (folder / "config.json").is_file())
 
 

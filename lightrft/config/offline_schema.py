@@ -59,6 +59,7 @@ class OfflineConfig(Tree):
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"
     SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split", "eval_dataset": "eval_data"}
+    GRANTS = {"dataset_probs": (r"1(\.0*)?", "every source is used whole")}
     ROWS: ClassVar[str]  # the word for its rows
 
 

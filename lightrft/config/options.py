@@ -244,6 +244,11 @@ def split_commas(text: str) -> list[str]:
     return [item.replace("\\,", ",") for item in re.split(r"(?<!\\),", text) if item]
 
 
+def line_breaks(text: str) -> str:
+    r"""Replace ``\n`` as it is typed in a shell by the line break that it stands for."""
+    return text.replace("\\n", "\n")
+
+
 def show(value: Any) -> str:
     """Format a value as it is typed after its flag."""
     if isinstance(value, list):

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightrft.config.options import NON_NEGATIVE, option, POSITIVE, PROBABILITY
+from lightrft.config.options import line_breaks, NON_NEGATIVE, option, POSITIVE, PROBABILITY
 
 LIMIT = "[-1, inf)"
 
@@ -70,7 +70,13 @@ class RenderingConfig(MediaConfig):
         "variables of the chat template, as a JSON object, e.g. '{\"enable_thinking\": false}'; those in the column "
         "chat_template_kwargs of a row win, key by key")
     system_prompt: str | None = option(None, "system message of every prompt; replaces the one of the row")
-    input_template: str | None = option(None, "text with one {} that wraps every text prompt")
+    input_template: str | None = option(
+        None,
+        "text with one {} that wraps every text prompt; the two characters \\n are a line break, '' is no template")
+
+    def __post_init__(self) -> None:
+        """Read the template as it is typed in a shell."""
+        self.input_template = line_breaks(self.input_template or "") or None
 
 
 @dataclass

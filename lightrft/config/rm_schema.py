@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig, OfflineTrainConfig, PairConfig
-from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, option
+from lightrft.config.options import ANY, COUNT, line_breaks, NON_NEGATIVE, option
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.config.tree import group
 from lightrft.utils.errors import UserError
@@ -52,11 +52,6 @@ class RMConfig(PairConfig):
     TRAINING = "training as a reward model"
     TASK = "text-classification"
     METRICS = ("rm", "eval")
-
-
-def line_breaks(text: str) -> str:
-    r"""Replace ``\n`` as it is typed in a shell by the line break that it stands for."""
-    return text.replace("\\n", "\n")
 
 
 @dataclass(frozen=True)

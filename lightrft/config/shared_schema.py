@@ -202,6 +202,7 @@ class Tree:
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
     SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, or OPTION=VALUE
+    GRANTS: ClassVar[dict[str, tuple[str, str]]] = {}  # flags of theirs -> values that ask for what holds, and that
 
     @property
     def folder(self) -> Path | None:
@@ -240,3 +241,8 @@ class Tree:
     def pass_tokens(self, samples: int) -> int:
         """Return the most tokens that a forward pass over ``samples`` computes."""
         return samples * self.sequence_len * self.SEQUENCES
+
+
+def grants(tree: type) -> dict[str, tuple[str, str]]:
+    """Return ``GRANTS`` of a tree; a script's own tree need not have it."""
+    return tree.GRANTS if issubclass(tree, Tree) else {}

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateConfig
@@ -75,7 +76,7 @@ def _renderer(config: GenerateConfig) -> Renderer | None:
 def _scorers(config: GenerateConfig, strategy: StrategyBase,
              media: MediaStore | None = None) -> AbstractContextManager[RewardManager | None]:
     """Return the rewards of ``--score``, None without it; reward models read prompts whose ``media`` are open."""
-    setup = ScorerSetup.of(config.as_config(), strategy.device, media=media)
+    setup = replace(ScorerSetup.of(config.as_config(), strategy.device, media=media), max_len=config.score.max_len)
     return scoring(config.scoring, setup) if config.scoring.score else nullcontext()
 
 

@@ -137,7 +137,8 @@ def _sampling(c: GenerateConfig) -> Iterator[str]:
                "0, or --best_of_n 1")
     if c.score.post_processor == "iter_dpo" and e.best_of_n == 1:
         yield "--post_processor iter_dpo: a pair needs two responses to a prompt; nearest valid value: --best_of_n 2"
-    yield from if_set(c, ["output_key"], "has no effect without --eval_task rm; add it or drop --output_key")
+    for name in ("output_key", "max_len"):
+        yield from if_set(c, [name], f"has no effect without --eval_task rm; add it or drop --{name}")
 
 
 def _no_sampling(c: GenerateConfig) -> Iterator[str]:
@@ -145,6 +146,9 @@ def _no_sampling(c: GenerateConfig) -> Iterator[str]:
     reward model, here or on a server, renders by its own template, and media are not read."""
     rendering = ("chat_template", "system_prompt", "input_template", "enable_csft", "overlong_prompt", "data_workers")
     bare = () if c.scoring.models or c.scoring.urls else ("apply_chat_template", "chat_template_kwargs")
+    if not c.scoring.models:
+        yield from if_set(c, ["max_len"],
+                          "has no effect without a reward model; give --pretrain or a --score, or drop it")
     read = {*vars(c.engine), *vars(MediaConfig()), *rendering, *bare}
     yield from if_set(c, read, "has no effect with --eval_task rm, which generates nothing; drop it")
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from lightrft.config.rm_schema import line_breaks, StepFormat
+from lightrft.config.options import line_breaks
+from lightrft.config.rm_schema import StepFormat
 from lightrft.config.schema import RewardConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.sft_dataset import Encoded

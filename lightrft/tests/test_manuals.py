@@ -67,8 +67,8 @@ OTHER = {"vllm.num_engines", "vllm.enforce_eager", "ds.param_dtype", "logger.wan
 """Plain flags whose remedy takes the same value, and dotted ones whose remedy does not."""
 MANUAL = {
     "sft":
-    """sft DEMOS --max_len 2048 --input_template 'User: {}' --micro_train_batch_size 2 --max_samples 500000
-        --zero_stage 2 --learning_rate 5e-6 SIZES PACKED""",
+    """sft DEMOS --max_len 2048 --input_template 'User: {}\\nAssistant: ' --micro_train_batch_size 2
+        --max_samples 500000 --zero_stage 2 --learning_rate 5e-6 SIZES PACKED""",
     "continued pretraining":
     """sft --dataset HOME/judged.jsonl --input_key completion --max_len 4096 --pretrain_mode
         --zero_stage 3 --lr_scheduler cosine_with_min_lr --l2 0.01 SIZES --attn_implementation x --packing_samples""",
@@ -81,7 +81,7 @@ MANUAL = {
         --wandb_group prm SIZES PACKED""",
     "DPO":
     """dpo PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3 --beta 0.1
-        --learning_rate 5e-7 --apply_chat_template --ref_offload SIZES PACKED""",
+        --learning_rate 5e-7 --apply_chat_template --input_template '' --ref_offload SIZES PACKED""",
     "IPO":
     "dpo PAIRS --ipo --beta 0.1 --max_len 2048 --zero_stage 2 --nll_loss_coef 0.1 --adam_offload SIZES",
     "cDPO, dotted flags":
@@ -231,7 +231,7 @@ def parted(command, flags):
     """Flags that are options, aliases or synonyms here, or ask for what always holds, and those that are refused."""
     tree = TREES[command]
     known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
-             *getattr(tree, "SYNONYMS", {}), *GRANTED}  # yapf: disable
+             *tree.SYNONYMS, *tree.GRANTS, *GRANTED}  # yapf: disable
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from lightrft.cli.offline import OFFLINE
-from lightrft.config.cli import parse_config
+from lightrft.config.cli import parse_config, parse_keywords
 from lightrft.config.compat import REFUSED
 from lightrft.config.counterparts import ELSEWHERE
 from lightrft.config.evaluate_schema import EvaluateConfig
+from lightrft.config.files import to_yaml
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.preference_schema import KTOConfig
 from lightrft.config.schema import Config
@@ -53,11 +54,11 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (KTOConfig, "--data.label_key good", "here: --label_key"),
     (SFTConfig, "--num_train_epochs 2", "here: --max_epochs"),
     (SFTConfig, "--dataset_name a", "here: --train_data"),
-    (SFTConfig, "--dataset_probs 1.0", "here: no weights; a source that --train_data names twice counts twice"),
+    (SFTConfig, "--dataset_probs 0.4,0.6", "here: no weights; a source that --train_data names twice counts twice"),
     (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
     (SFTConfig, "--prompt_data a", "prompt_data is an option of another command; here: --train_data"),
     (EvaluateConfig, "--reward math", "here: --score"),
-    (GenerateConfig, "--zero_stage 0", "here: --engine_tp_size"),
+    (GenerateConfig, "--zero_stage x", "here: --engine_tp_size"),
     (GenerateConfig, "--value_head_prefix score", "config.json of a reward model names its head"),
     (SFTConfig, "--full_determinism", "--seed fixes data"),
     (SFTConfig, "--ds.use_universal_ckpt", "a checkpoint loads on any number of ranks"),
@@ -124,3 +125,42 @@ def test_the_page_for_newcomers_and_the_answers_agree() -> None:
     for row in re.findall(r"^\| (`.+?) \| (.+?) \|", tables, re.MULTILINE):
         for name in re.findall(r"`(\w[\w.]+)[`=]", row[0]) if "no counterpart" not in row[1] else ():
             assert name in ELSEWHERE or name in options(Config) or name == "sequence", name
+
+
+def test_a_value_of_another_manual_that_asks_for_what_holds_is_accepted(tmp_path: Path,
+                                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    for tree in (SFTConfig, KTOConfig):
+        parse_config(["--dataset_probs", "1.0"], tree=tree)
+        assert "--dataset_probs has no effect: every source is used whole" in capsys.readouterr().err
+    (tmp_path / "c.yaml").write_text("dataset_probs: 1.0\n")
+    parse_config(["--config", str(tmp_path / "c.yaml")], tree=SFTConfig)
+    assert parse_config(["--dataset_probs", "1.0"], tree=GenerateConfig).config.data.prompt_data_probs == [1.0]
+
+
+@pytest.mark.parametrize("typed,read", [("", None), (r"User: {}\nAssistant: ", "User: {}\nAssistant: "),
+                                        ("User: {}\nA", "User: {}\nA"), ("none", None)])
+def test_a_template_of_another_manual_is_read_as_it_is_typed(typed: str, read: str | None, tmp_path: Path) -> None:
+    """An empty one is none; the two characters of a line break are one, in every tree and in its YAML."""
+    for tree in (SFTConfig, KTOConfig, Config, GenerateConfig, EvaluateConfig):
+        parsed = parse_config(["--input_template", typed], tree=tree)
+        (tmp_path / "c.yaml").write_text(to_yaml(parsed.config))
+        again = parse_config(["--config", str(tmp_path / "c.yaml")], tree=tree)
+        assert parsed.config.data.input_template == again.config.data.input_template == read
+
+
+def test_the_folder_of_a_run_is_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every option that names models; a model, a hub id and an unfinished run are left as they are."""
+    for name in ("run/hf", "model", "model/hf"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "unfinished").mkdir()
+    run, model, unfinished = (str(tmp_path / name) for name in ("run", "model", "unfinished"))
+    words = f"--pretrain {run} --ref_pretrain {model} --teacher_model {unfinished} --reward_pretrain a={run} org/b"
+    config = parse_config(words.split()).config
+    assert (config.model.pretrain, config.model.ref_pretrain) == (f"{run}/hf", model)
+    assert config.model.teacher_model == unfinished and config.reward.reward_pretrain == [f"a={run}/hf", "org/b"]
+    assert f"--pretrain {run}: the folder of a run; its model in {run}/hf is read" in capsys.readouterr().err
+    given = parse_config(["--pretrain", run, model, "--score", f"{run}=0.5"], tree=EvaluateConfig).config
+    rewards = given.score.as_reward_config()
+    assert given.model.pretrain == [f"{run}/hf", model] and rewards.reward_pretrain == [f"{run}/hf"]
+    assert parse_keywords({"pretrain": run}, KTOConfig).config.model.pretrain == f"{run}/hf"

@@ -46,7 +46,9 @@ class Run:
 @pytest.fixture(name="home", scope="module")
 def fixture_home(tmp_path_factory):
     folder = tiny_task.write_home(tmp_path_factory.mktemp("home"))
-    given = [{"input": f"{i}?", "output": f"\\boxed{{{i}}}", "other": "\\boxed{1}", "reference": "1"} for i in range(4)]
+    save_scorer(folder / "rm", seed=1)
+    given = [{"input": "?" * (1 + 4 * i), "output": f"\\boxed{{{i}}}", "other": "\\boxed{1}", "reference": "1"}
+             for i in range(4)]
     tiny_task.write_rows(folder / "given.jsonl", given)
     return folder
 
@@ -65,9 +67,9 @@ def run(home, save, **given):
 
 
 @pytest.fixture(scope="module")
-def scorer(tmp_path_factory):
+def scorer(home):
     """A tiny reward model."""
-    return save_scorer(tmp_path_factory.mktemp("scorer") / "rm", seed=1)
+    return str(home / "rm")
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +294,8 @@ BAD = [
     ({"eval_task": "rm", "fps": 1.0, "images_key": "photo"}, "--images_key photo: has no effect with --eval_task rm"),
     ({"prompt_data": "own/a,own/b", "dataset_probs": "0.9,0.1"}, "--prompt_data_probs 0.9,0.1: has no effect, ev"),
     ({"output_key": "answer"}, "has no effect without --eval_task rm"),
+    ({"max_len": 8}, "--max_len 8: has no effect without --eval_task rm"),
+    ({"eval_task": "rm", "pretrain": "none", "score": "exact", "max_len": 8}, "has no effect without a reward model"),
     ({"output_path": "."}, "is a folder; give a file"),
     ({"prompt_data": "absent.jsonl"}, "absent.jsonl"),
     ({"normalize_reward": True}, "--normalize_reward true: has no effect without --score"),
@@ -328,6 +332,8 @@ MANUAL = {
     "--post_processor iter_dpo --output_path @save/rm.jsonl",
     "csft": "--eval_task rm --score @home/reward.py --dataset @save/generate.jsonl --post_processor csft "
     "--normalize_reward --output_path @save/csft.jsonl",
+    "reward model": "--eval_task rm --pretrain @home/rm --bf16 false --max_len 64 --dataset @save/generate.jsonl "
+    "--dataset_probs 1.0 --zero_stage 0 --micro_batch_size 16 --output_path @save/scored.jsonl",
     "conditioned": "--eval_task generate --pretrain @home/model --max_new_tokens 8 --prompt_max_len 64 --dataset "
     "@home/test.jsonl --greedy_sampling --enable_csft --output_path @save/conditioned.jsonl",
 }  # yapf: disable
@@ -343,6 +349,9 @@ def test_the_commands_of_the_manual_run(home, tmp_path, capsys):
     assert re.search(r" <rm_score>: -?\d\.\d\d $", made["csft"][0]["input"])
     assert made["conditioned"][0]["input"] == "What is 50+50? <rm_score>: 5.00 "
     with pytest.raises(SystemExit):
-        main([*MANUAL["rm"].split(), "--enable_prefix_caching", "--micro_batch_size", "4"])
+        main([*MANUAL["rm"].split(), "--enable_prefix_caching", "--micro_batch_size", "none"])
     told = capsys.readouterr().err
-    assert "--enable_prefix_caching has no effect" in told and "--micro_batch_size is not an option here" in told
+    assert all(f"--{name} has no effect" in told
+               for name in ("enable_prefix_caching", "zero_stage", "micro_batch_size"))
+    assert "--micro_batch_size is not an option here" in told
+    assert all(row["reward"] is not None for row in read_lines(tmp_path / "scored.jsonl"))

@@ -22,6 +22,7 @@ GENERATE_FLIPS: dict[str, Flip] = {
     "temperature": Flip(0.5, columns("output")),
     "best_of_n": Flip(2, rows),
     "output_key": Flip("other", columns("output"), GIVEN),
+    "max_len": Flip(20, columns("unscored"), {**GIVEN, "score": ["@home/rm"]}),
     "iter": Flip(1, columns("prompt_id"), {"iter": 0, "rollout_batch_size": 2}),
     "rollout_batch_size": Flip(3, columns("prompt_id"), {"iter": 0}),
     "enable_csft": Flip(True, columns("input")),
