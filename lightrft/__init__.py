@@ -17,7 +17,7 @@ _HOMES = {
     "lightrft.models.loader": ("load_actor", "load_critic", "load_process_reward_model", "load_reward_model"),
     "lightrft.models.loss": ("GPTLMLoss", "PolicyLoss", "ValueLoss"),
     "lightrft.models.tokenizer": ("load_tokenizer", ),
-    "lightrft.rewards.base": ("REWARDS", "RewardInput"),
+    "lightrft.rewards.base": ("REWARDS", "ResponseFault", "RewardInput"),
     "lightrft.rewards.manager": ("RewardManager", ),
     "lightrft.rollout.engines": ("get_engine", ),
     "lightrft.strategy.strategy": ("get_strategy", ),

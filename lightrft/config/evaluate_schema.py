@@ -7,6 +7,7 @@ from lightrft.config.engines import EngineConfig
 from lightrft.config.inference_schema import InferenceTree, ScoreConfig, shared, WishConfig
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import HeldOutConfig
+from lightrft.config.reward_schema import AccuracyConfig
 from lightrft.config.schema import Config, DataConfig
 from lightrft.config.shared_schema import LaunchConfig
 from lightrft.config.tree import group
@@ -33,7 +34,7 @@ class EvaluatedDataConfig(WishConfig, HeldOutConfig):
 
 
 @dataclass
-class EvaluationConfig:
+class EvaluationConfig(AccuracyConfig):
     """Numbers, output and reproducibility."""
     pass_k: list[int] = option([1], "k of pass@k, the chance that at least one of k answers is right (k <= "
                                "--n_samples)", within=COUNT, common=True)

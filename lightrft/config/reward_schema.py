@@ -33,6 +33,19 @@ class ScoringConfig:
     reward_timeout_s: float = option(
         10.0, "seconds that scoring one response (or one batch of a file or server) may take; later ones are unscored",
         within=POSITIVE, free=True)
+    response_faults: list[str] = option(
+        [], "failures in a worker process for which the response is to blame: its reward is then 0 instead of none, as "
+        "for a function that raises ResponseFault. timeout: it alone took all of --reward_timeout_s; worker_died: it "
+        "alone ended the process", ("timeout", "worker_died"))
+
+
+@dataclass
+class AccuracyConfig:
+    """What makes a held-out answer right."""
+    accuracy_part: str | None = option(
+        None, "reward part, or number that a function returns (part/key), whose value 1 means that an answer is right "
+        "(default: a part accuracy, a number acc, math, exact, choice or answer, else the only part that gives 0 and 1 "
+        "alone); without one there is no accuracy")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from lightrft.config.engines import EngineConfig
 from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, option
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig
-from lightrft.config.reward_schema import RewardConfig
+from lightrft.config.reward_schema import AccuracyConfig, RewardConfig
 from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig,
                                            StrategyConfig, Tree)
 from lightrft.config.tree import group
@@ -295,7 +295,7 @@ class PtxConfig:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(AccuracyConfig):
     """Held-out evaluation; touches no training state."""
     eval_steps: int = option(-1, "rollout steps between evaluations; -1: at the end only; 0: never", within="[-1, inf)",
                              common=True)

@@ -1,6 +1,6 @@
 """Numbers of an evaluation from its answers: pass@k, avg@k and maj@k with intervals, and paired differences of models.
 
-An answer is correct as in the evaluation of a run (:func:`lightrft.trainer.evaluator.is_correct`). Unscored answers
+An answer is correct as in the evaluation of a run (:class:`lightrft.rewards.correctness.Correctness`). Unscored answers
 enter no number and are counted.
 """
 import math
@@ -12,15 +12,19 @@ from itertools import combinations
 from statistics import fmean, stdev
 
 from lightrft.inference.row_files import Row
+from lightrft.rewards.correctness import Correctness
 from lightrft.rewards.rules import choice_letter, extract_answer, normalise, plain_number
-from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval, Z
+from lightrft.trainer.evaluator import pass_at_k, wilson_interval, Z
 
 SUBSETS = 2000  # most subsets of the answers to a prompt that maj@k looks at
 
 
 @dataclass
 class Answers:
-    """Scored answers to one prompt: whether each is correct, its reward, and what it says (None: no answer)."""
+    """Scored answers to one prompt: whether each is correct, its reward, and what it says (None: no answer).
+
+    ``correct`` and ``said`` are empty where no part of the reward says what is correct.
+    """
     source: str
     correct: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -29,8 +33,8 @@ class Answers:
     unscored: int = 0
 
 
-def group_answers(rows: Sequence[Row]) -> dict[str, Answers]:
-    """Group rows of batch inference by prompt, under its ``prompt_id``."""
+def group_answers(rows: Sequence[Row], rule: Correctness) -> dict[str, Answers]:
+    """Group rows of batch inference by prompt, under its ``prompt_id``; ``rule`` has seen all rows to compare."""
     found: dict[str, Answers] = {}
     for row in rows:
         group = found.setdefault(row["prompt_id"], Answers(row.get("data_source") or "default"))
@@ -38,11 +42,18 @@ def group_answers(rows: Sequence[Row]) -> dict[str, Answers]:
         if row["reward"] is None:
             group.unscored += 1
             continue
-        parts = row.get("reward_parts") or {}
-        group.correct.append(is_correct(row["reward"], parts))
+        parts = parts_of(row)
         group.rewards.append(row["reward"])
-        group.said.append((choice_letter if "choice" in parts else final_answer)(row["output"]))
+        right = rule.is_right(parts)
+        if right is not None:
+            group.correct.append(right)
+            group.said.append((choice_letter if "choice" in parts else final_answer)(row["output"]))
     return found
+
+
+def parts_of(row: Row) -> dict[str, float | None]:
+    """Return the parts of the reward of a row; the reward alone of a row that another program has scored."""
+    return row.get("reward_parts") or {"reward": row["reward"]}
 
 
 def final_answer(response: str) -> str | None:
@@ -93,7 +104,7 @@ def measures(n: int, pass_k: Sequence[int], maj_k: Sequence[int]) -> dict[str, M
     found[f"avg@{n}"] = enough(1, lambda one: fmean(one.correct))
     for k in maj_k:
         found[f"maj@{k}"] = enough(k, lambda one, k=k: maj_at_k(one.correct, one.said, k))  # type: ignore[misc]
-    return found | {"reward": enough(1, lambda one: fmean(one.rewards))}
+    return found | {"reward": lambda one: fmean(one.rewards) if one.rewards else None}
 
 
 def sources(answers: Mapping[str, Answers]) -> dict[str, list[str]]:

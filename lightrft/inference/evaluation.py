@@ -6,17 +6,18 @@ from pathlib import Path
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.inference.accuracy import differences, group_answers, Measure, measures, results
+from lightrft.inference.accuracy import differences, group_answers, Measure, measures, parts_of, results
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
 from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.rewards.correctness import Correctness
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import fitting
 
-LATER = ("output_path", "pass_k", "maj_k", "pretrain")  # options that change no answer of a model
+LATER = ("output_path", "pass_k", "maj_k", "accuracy_part", "pretrain")  # options that change no answer of a model
 
 
 def evaluate(config: EvaluateConfig, strategy: StrategyBase) -> None:
@@ -33,7 +34,8 @@ def evaluate(config: EvaluateConfig, strategy: StrategyBase) -> None:
         rows = {name: one.rows() for name, one in files.items()}
         for name, found in rows.items():
             write_rows(config.folder / f"{name}.jsonl", found)
-        report(config.folder, rows, measures(config.engine.n_samples, e.pass_k, e.maj_k))
+        rule = Correctness.of(config.score.as_reward_config(), e.accuracy_part)
+        report(config.folder, rows, measures(config.engine.n_samples, e.pass_k, e.maj_k), rule)
         for name, found in rows.items():
             with keeping(files[name].folder):
                 check_scored(found, name)
@@ -68,9 +70,15 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
         return files, generate(model, prompts, files, rewards, config.seed, config.folder / "media")
 
 
-def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Measure]) -> None:
+def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Measure], rule: Correctness) -> None:
     """Write ``results.jsonl`` and ``differences.jsonl``, and print their tables."""
-    answers = {name: group_answers(found) for name, found in rows.items()}
+    scored = [parts_of(row) for found in rows.values() for row in found if row["reward"] is not None]
+    rule.observe(scored)
+    undefined = [parts for parts in scored if rule.is_right(parts) is None]
+    if undefined:
+        get_logger().warning(f"pass@k, avg@n and maj@k of {len(undefined)} of {len(scored)} answers are not defined, "
+                             f"only their mean reward is: {rule.remedy(undefined)}")
+    answers = {name: group_answers(found, rule) for name, found in rows.items()}
     first, *others = answers
     found = [{"model": name, **row} for name, one in answers.items() for row in results(one, wanted)]
     compared = [{"model": name, "baseline": first, **row} for name in others

@@ -19,7 +19,7 @@ from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.utils.errors import did_you_mean, install_command
 
 # what commands of other trainers always set, whether it is read or not
-HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k")
+HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k", "accuracy_part")
 CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
 
 

@@ -8,6 +8,21 @@ from lightrft.utils.registry import Registry
 TRANSIENT = ("unreachable", "http_status", "timeout", "worker_died", "shutdown")
 
 
+class ResponseFault(Exception):
+    """Raised by a reward whose response is to blame, such as a program that crashes: its reward is 0, not unscored.
+
+    A function of lists returns one in the place of a number. A class of this name in a reward file is the same.
+    """
+
+
+def is_response_fault(error: BaseException | None) -> bool:
+    """Return True for a :class:`ResponseFault`, a class of that name, or a group of such exceptions alone."""
+    nested = getattr(error, "exceptions", ())  # of an exception group, from Python 3.11 on
+    if isinstance(nested, tuple) and nested:
+        return all(map(is_response_fault, nested))
+    return any(cls.__name__ == ResponseFault.__name__ for cls in type(error).__mro__)
+
+
 @dataclass(frozen=True)
 class RewardInput:
     """One response with all data of its row. ``response`` never contains the prompt; ``media``: keys of those in the
@@ -22,15 +37,24 @@ class RewardInput:
     media: tuple[str, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def group(self) -> tuple[str, tuple[str, ...]]:
+        """Key of the prompt: adjacent responses with the same one are a group."""
+        return self.prompt, self.media
+
 
 @dataclass
 class Score:
-    """Score of one response. ``total`` None means *unscored*: ``error`` is then a short, countable cause."""
+    """Score of one response. ``total`` None means *unscored*: ``error`` is then a short, countable cause.
+
+    ``fault``: cause of a reward of 0 for which the response itself is to blame.
+    """
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
     weights: dict[str, float] = field(default_factory=dict)  # weights of the parts in the total
     steps: list[tuple[int, float]] = field(default_factory=list)  # their share of the total, as in Outcome, weighted
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,13 +63,14 @@ class Outcome:
 
     ``detail`` is for people (a traceback, a server's answer); ``extra`` holds further numbers for the metrics.
     ``steps``, where each step has a reward of its own: the character of the response that follows the step, and the
-    reward; ``value`` is their sum.
+    reward; ``value`` is their sum. ``fault``: cause for which the response itself is to blame.
     """
     value: float | None
     error: str | None = None
     detail: str = ""
     extra: dict[str, float] = field(default_factory=dict)
     steps: tuple[tuple[int, float], ...] = ()
+    fault: str = ""
 
 
 class Reward(Protocol):

@@ -165,7 +165,7 @@ class RewardManager:
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
-                handle.rows[row].outcomes[job.part] = outcome
+                handle.rows[row].outcomes[job.part] = self._judged(outcome)
         handle.jobs = []
         return [self._total(handle.rows[row]) for row in sorted(handle.rows)]
 
@@ -227,7 +227,8 @@ class RewardManager:
         return named_part(name, self.pool)
 
     def _start(self, part: RewardPart, members: list[tuple[Handle, int]]) -> "list[Future[list[Outcome]]]":
-        budget = self._budgets.setdefault(part.name, RewardBudget(part.limit_s or self.cfg.reward_timeout_s))
+        limit_s, patient = part.limit_s or self.cfg.reward_timeout_s, "timeout" in self.cfg.response_faults
+        budget = self._budgets.setdefault(part.name, RewardBudget(limit_s, patient))
         for handle, _ in members:
             handle.budgets.setdefault(part.name, GroupBudget(budget))
         submit = cast(Submit, part.submit)  # a part without one decides each response at once
@@ -256,10 +257,16 @@ class RewardManager:
             WARN_S, ", ".join(f"{count} of {part}" for part, count in left.items()), self.pool.count,
             len(self.cfg.remote_rm_url), self.cfg.reward_timeout_s)
 
+    def _judged(self, outcome: Outcome) -> Outcome:
+        """Give 0 for a failure that the response has caused, where ``--response_faults`` says so."""
+        if outcome.value is None and outcome.fault in self.cfg.response_faults:
+            return replace(outcome, value=0.0, error=None)
+        return outcome
+
     def _total(self, row: Row) -> Score:
         parts: dict[str, float | None] = {}
         weights = {part.name: weight for part, weight in row.recipe}
-        error, total = None, 0.0
+        error, fault, total = None, None, 0.0
         steps: list[tuple[int, float]] = []
         for name, weight in weights.items():
             outcome = row.outcomes[name]
@@ -269,14 +276,18 @@ class RewardManager:
                 error = error or outcome.error or "none"
                 self._log_once(name, outcome)
             else:
+                if outcome.fault:
+                    fault = fault or outcome.fault
+                    self._log_once(name, outcome)
                 total += weight * outcome.value
                 steps += [(end, weight * reward) for end, reward in outcome.steps]
-        return Score(None if error else total, parts, error, weights, [] if error else steps)
+        return Score(None if error else total, parts, error, weights, [] if error else steps, None if error else fault)
 
     def _log_once(self, name: str, outcome: Outcome) -> None:
-        cause = f"{name}: {outcome.error}"
+        """Log the first response of each part and cause that is unscored, or has 0 by its own fault."""
+        cause = f"{name}: {outcome.error or outcome.fault}"
         if cause not in self._logged:
             self._logged.add(cause)
-            logger.warning(
-                "a response was left unscored by reward %s (further ones of this cause are only counted)\n%s", cause,
-                outcome.detail)
+            what = "was left unscored" if outcome.value is None else "is to blame and got 0"
+            logger.warning("a response %s by reward %s (further ones of this cause are only counted)\n%s", what, cause,
+                           outcome.detail)

@@ -13,11 +13,12 @@ NOT_TRIED = Outcome(None, "timeout", "not tried: the responses before it took to
 class RewardBudget:
     """Bounds the cost of a reward that never answers to ``SILENT`` time limits, for any number of waiting groups.
 
-    There is one for each reward and collection: all responses begun before a wait for scores.
+    There is one for each reward and collection: all responses begun before a wait for scores. ``patient``: each
+    response that is tried has the whole limit, because a time-out is its own fault.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, patient: bool = False) -> None:
+        self.limit_s, self.patient = limit_s, patient
         self.lost_s = 0.0  # lost since the last answer, per parallel judge
         self._lock = threading.Lock()
 
@@ -48,8 +49,10 @@ class GroupBudget:
 
     def deadline_s(self) -> float:
         """Return the seconds for the next response; 0: do not try it."""
-        if self.reward.spent or self.timeouts >= 16:
+        if self.reward.spent or (self.timeouts >= 16 and not self.reward.patient):
             return 0.0
+        if self.reward.patient:
+            return self.reward.limit_s
         return self.reward.limit_s / (1 if self.timeouts < 3 else 10)
 
     def answered(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
+from lightrft.rewards.correctness import Correctness
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
@@ -14,16 +15,10 @@ from lightrft.trainer.environment import Environment
 from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Prompt, Sample
+from lightrft.utils.logging import warn_of_all
 
 GROUPS, SAMPLES = 4, 8  # held-out prompts, and answers to each, that the report shows
 Z = 1.959964  # of an interval of 95 %
-ACCURACY_PARTS = ("accuracy", "math", "exact")  # reward parts that judge correctness, best first
-
-
-def is_correct(reward: float | None, parts: dict[str, float | None]) -> bool:
-    """Decide whether an answer is correct: by its accuracy part if it has one, else by a total of at least 1."""
-    verdict = next((parts[name] for name in ACCURACY_PARTS if name in parts), reward)
-    return verdict is not None and verdict >= 1.0 - 1e-6
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -65,6 +60,7 @@ class Evaluator:
                  environment: Environment | None = None) -> None:
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.prompts, self.environment = tokenizer, prompts, environment
+        self.correctness, self.warned = Correctness.of(config.reward, config.eval.accuracy_part), False
         cfg, rollout = config.eval, config.rollout
         self.sampling = SamplingParams(rollout.generate_max_len, cfg.eval_temperature, cfg.eval_top_p,
                                        stop_token_ids=stop_token_ids(rollout.stop, tokenizer))
@@ -81,7 +77,21 @@ class Evaluator:
         ]
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]
         answers.sort(key=lambda answer: (answer.scored.group_id, answer.scored.index))
+        self._define_right([answer.scored for answer in answers if answer.scored.reward is not None])
         return self._metrics(answers), [answer for answer in answers if answer.sample is not None]
+
+    def _define_right(self, scored: list[ScoredSample]) -> None:
+        """Learn which part says what is right; say once, on one rank, where none does."""
+        self.correctness.observe(sample.parts for sample in scored)
+        undefined = [
+            sample.parts for sample in scored if self.correctness.is_right(sample.parts, sample.weights) is None
+        ]
+        if undefined and not self.warned:
+            warn_of_all(
+                f"held-out accuracy (pass@k) of {len(undefined)} of {len(scored)} responses is not defined, and "
+                f"eval/all/avg@{self.config.eval.eval_n_samples} is their mean reward: "
+                f"{self.correctness.remedy(undefined)}")
+            self.warned = True
 
     def _shown(self, sample: Sample) -> bool:
         log = self.config.log
@@ -108,22 +118,24 @@ class Evaluator:
         values["len"] = [answer.length for answer in answers]
         for part in sorted({part for sample in samples for part in sample.parts}):
             values[part] = [value for sample in samples if (value := sample.parts.get(part)) is not None]
-        metrics = _passed(scored, cfg.eval_pass_k) | {metric: sum(of) / len(of) for metric, of in values.items() if of}
+        metrics = self._passed(scored) | {metric: sum(of) / len(of) for metric, of in values.items() if of}
         metrics |= {"prompts": len({sample.group_id for sample in samples}), "unscored": len(samples) - len(scored)}
-        causes = Counter(sample.error or "unknown" for sample in samples if sample.reward is None)
-        metrics |= {f"unscored/{cause}": count for cause, count in sorted(causes.items())}
+        causes = Counter(f"unscored/{sample.error or 'unknown'}" for sample in samples if sample.reward is None)
+        causes += Counter(f"faults/{sample.fault}" for sample in scored if sample.fault)
+        metrics |= dict(sorted(causes.items()))
         return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
 
-
-def _passed(scored: list[ScoredSample], ks: list[int]) -> dict[str, float]:
-    """Return ``pass@k`` and its interval, over the prompts with at least k scored samples."""
-    groups = defaultdict(list)
-    for sample in scored:
-        groups[sample.group_id].append(is_correct(sample.reward, sample.parts))
-    metrics: dict[str, float] = {}
-    for k in ks:
-        rates = [pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k]
-        if rates:
-            mean = metrics[f"pass@{k}"] = sum(rates) / len(rates)
-            metrics[f"pass@{k}/low"], metrics[f"pass@{k}/high"] = wilson_interval(mean, len(rates))
-    return metrics
+    def _passed(self, scored: list[ScoredSample]) -> dict[str, float]:
+        """Return ``pass@k`` and its interval, over the prompts with at least k scored samples that can be right."""
+        groups = defaultdict(list)
+        for sample in scored:
+            right = self.correctness.is_right(sample.parts, sample.weights)
+            if right is not None:
+                groups[sample.group_id].append(right)
+        metrics: dict[str, float] = {}
+        for k in self.config.eval.eval_pass_k:
+            rates = [pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k]
+            if rates:
+                mean = metrics[f"pass@{k}"] = sum(rates) / len(rates)
+                metrics[f"pass@{k}/low"], metrics[f"pass@{k}/high"] = wilson_interval(mean, len(rates))
+        return metrics

@@ -39,6 +39,7 @@ class ScoredSample:
     greedy_reward: float | None = None
     greedy_length: int | None = None
     steps: Steps = field(default_factory=list)  # by tokens of the sequence
+    fault: str | None = None  # cause of a reward of 0 that the response itself is to blame for
 
     @classmethod
     def of(cls, sample: Sample, score: Score, texts: bool, greedy: tuple[float | None, int] | None = None,
@@ -50,14 +51,14 @@ class ScoredSample:
         reward, length = greedy or (None, None)
         return cls(sample.group_id, sample.index, score.total, score.parts, score.weights, score.error,
                    sample.finish_reason, prompt.uid, greedy_reward=reward, greedy_length=length, steps=steps or [],
-                   **said)
+                   fault=score.fault, **said)
 
     def row(self) -> dict[str, Any]:
         """Return the fields as a row of the log, without those that this run has not."""
         row = dict(vars(self))
         for given, names in ((self.response is not None, ("prompt", "response", "reference")),
                              (self.greedy_length is not None, ("greedy_reward", "greedy_length")),
-                             (bool(self.steps), ("steps", ))):  # yapf: disable
+                             (bool(self.steps), ("steps", )), (self.fault is not None, ("fault", ))):  # yapf: disable
             for name in () if given else names:
                 del row[name]
         return row
@@ -70,7 +71,8 @@ def _columns(samples: list[ScoredSample]) -> dict[tuple[str, str], Tensor]:
                                          ("sample", "greedy_reward"): [each.greedy_reward for each in samples],
                                          ("sample", "greedy_length"): [each.greedy_length or 0 for each in samples]}
     for kind, tables in (("part", [each.parts for each in samples]), ("weight", [each.weights for each in samples]),
-                         ("error", [{each.error: 1} if each.error else {} for each in samples])):  # yapf: disable
+                         ("error", [{each.error: 1} if each.error else {} for each in samples]),
+                         ("fault", [{each.fault: 1} if each.fault else {} for each in samples])):  # yapf: disable
         for name in set().union(*tables):
             columns[kind, name] = [table.get(name) for table in tables]
     return {
@@ -87,17 +89,20 @@ class RewardTable:
     parts: dict[str, Tensor]  # float64 [B] each, by name; NaN where a part does not judge the sample
     weights: dict[str, Tensor]  # float64 [B] each: weight of a part in the reward of the sample
     errors: Counter[str]  # causes of unscored samples
+    faults: Counter[str]  # causes of rewards of 0 that the response is to blame for
 
     @classmethod
     def gather(cls, samples: list[ScoredSample], ranks: Ranks = HERE) -> "RewardTable":
         """Gather the rewards of all ranks; ``ranks`` holds the indices of this rank's ``samples`` in the batch."""
         table = ranks.columns(_columns(samples))
-        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("sample", "part", "weight", "error")}
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("sample", "part", "weight", "error", "fault")}
         for (kind, name), column in sorted(table.items(), key=lambda item: item[0]):  # ranks agree on the order
             found[kind][name] = column
         own, weights = found["sample"], {name: column.nan_to_num() for name, column in found["weight"].items()}
+        errors, faults = (Counter({cause: int(column.nansum()) for cause, column in found[kind].items()})
+                          for kind in ("error", "fault"))  # yapf: disable
         return cls(own["reward"], torch.stack([own["greedy_reward"], own["greedy_length"]], 1), found["part"], weights,
-                   Counter({cause: int(column.nansum()) for cause, column in found["error"].items()}))
+                   errors, faults)
 
     def fill(self, batch: RolloutBatch, estimator: Advantage) -> dict[str, float]:
         """Fill the rewards of ``batch`` before shaping, and what its estimator needs; return ``reward/*``."""
@@ -116,13 +121,16 @@ class RewardTable:
         return columns.float()
 
     def metrics(self) -> dict[str, float]:
-        """Return ``reward/<part>/{mean,std}`` over the samples that each part judged, and unscored counts by cause."""
+        """Return ``reward/<part>/{mean,std}`` over the samples that each part judged, and counts of unscored ones and
+        of faults by cause."""
         metrics: dict[str, float] = {"reward/unscored": int(self.rewards.isnan().sum())}
         for name, column in self.parts.items():
             values = column[~column.isnan()].float()
             metrics[f"reward/{name}/mean"] = values.mean().item() if len(values) else 0.0
             metrics[f"reward/{name}/std"] = values.std(correction=0).item() if len(values) else 0.0
-        return metrics | {f"reward/unscored/{cause}": count for cause, count in sorted(self.errors.items())}
+        return metrics | {f"reward/{kind}/{cause}": count for kind, causes in (("unscored", self.errors),
+                                                                               ("faults", self.faults))
+                          for cause, count in sorted(causes.items())}  # yapf: disable
 
     def _greedy_metrics(self, group_ids: Tensor) -> dict[str, float]:
         by_prompt = dict(zip(group_ids.tolist(), self.greedy[:, 0].tolist()))

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from lightrft.utils.tables import of_fixed_data
+from lightrft.utils.tables import mean_rewards, of_fixed_data
 
 _SMOOTH = 0.08  # window on either side of a point, as a share of the run
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
@@ -69,6 +69,7 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
     every = [
         ("reward", {"reward/mean": "sampled"}),
         (ACCURACY, _held_out(names)),
+        ("held-out reward", {name: name.rpartition("/")[2] for name in mean_rewards(names)}),
         ("parts of the reward", parts),
         ("response length (tokens)", {"rollout/response_len/mean": "mean"}),
         ("KL (nats per token)", {"policy/kl_ref": "to the reference", "policy/kl_old": "to the old policy"}),
@@ -76,13 +77,13 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
         *(_learnt(names, metric) for metric in ("loss", "accuracy")),
     ]
     moving = {name for name in names if any(row.get(name) for row in rows)}  # a KL of 0 throughout says nothing
-    shown = moving | {name for _, lines in every[:3] for name in lines} & names  # a reward of 0 throughout does
+    shown = moving | {name for _, lines in every[:4] for name in lines} & names  # a reward of 0 throughout does
     kept = [(title, {name: legend for name, legend in lines.items() if name in shown}) for title, lines in every]
     return [(title, lines) for title, lines in kept if lines and not (lines == parts and len(parts) < 2)]
 
 
 def plot_curve(metrics_jsonl: str | Path, png: str | Path) -> Path | None:
-    """Draw the curves of a run: reward, held-out accuracy, parts of the reward, length, KL, entropy.
+    """Draw the curves of a run: reward, held-out accuracy (or mean reward), parts of the reward, length, KL, entropy.
 
     Returns:
         The path of the picture; None when the file holds nothing to draw.

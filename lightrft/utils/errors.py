@@ -121,11 +121,11 @@ class CaptureException:
         """The formatted traceback; empty without an exception."""
         return "".join(traceback.format_exception(self.cause)) if self.cause is not None else ""
 
-    def text_below(self, file: str) -> str:
-        """Format the traceback without the outer frames of ``file`` and of the import system, which called the foreign
-        code; with them if there are no others."""
+    def text_below(self, *files: str) -> str:
+        """Format the traceback without the outer frames of ``files`` (or folders) and of the import system, which
+        called the foreign code; with them if there are no others."""
         trace = self.cause.__traceback__ if self.cause is not None else None
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith((file, "<frozen ")):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*files, "<frozen ")):
             trace = trace.tb_next
         if self.cause is None or trace is None:
             return self.text

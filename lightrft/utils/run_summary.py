@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightrft.utils.tables import of_fixed_data, render, screen, unscored_causes
+from lightrft.utils.tables import mean_rewards, of_fixed_data, render, screen, unscored_causes
 
 Row = dict[str, Any]
 
@@ -47,7 +47,7 @@ class RunSummary:
     def of(cls, rows: Sequence[Row]) -> "RunSummary":
         """Summarize the lines of ``metrics.jsonl``."""
         names = {name for row in rows for name in row}
-        held_out = sorted(name for name in names if _EVALUATION.fullmatch(name))
+        held_out = sorted({name for name in names if _EVALUATION.fullmatch(name)}.union(mean_rewards(names)))
         changes = [_evaluated(rows, name) for name in held_out]
         sampled = [name for name in ("reward/mean", ) if name in names]
         learnt = [name for metric in ("loss", "accuracy") for name in of_fixed_data(names, metric)]

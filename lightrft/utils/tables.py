@@ -62,6 +62,17 @@ def unscored_causes(metrics: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def mean_rewards(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that are the mean reward of held-out responses, where no accuracy is defined."""
+    held_out = [name for name in names if re.fullmatch(r"eval/all/(pass|avg)@\d+", name)]
+    defined = any(name.startswith("eval/all/pass@") for name in held_out)
+    return [] if defined else held_out
+
+
+def _held_out_reward(metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in mean_rewards(metrics)), None)
+
+
 def _unscored(metrics: Mapping[str, float]) -> float | None:
     return sum(unscored_causes(metrics).values()) or None
 
@@ -75,8 +86,12 @@ def _rest(metrics: Mapping[str, float]) -> float | None:
 
 _NUMBERS = (
     Column("reward", 8, _first("reward/mean")),
-    Column("accuracy", 9, _first("reward/accuracy/mean", "reward/math/mean", "reward/exact/mean", learnt="accuracy")),
-    Column("held-out", 9, _first("eval/all/pass@1", "eval/all/avg@1", "eval/accuracy", "eval/loss")),
+    Column(
+        "accuracy", 9,
+        _first(*(f"reward/{part}/mean" for part in ("accuracy", "math", "exact", "choice", "answer")),
+               learnt="accuracy")),
+    Column("held-out", 9, _first("eval/all/pass@1", "eval/accuracy", "eval/loss")),
+    Column("held-out reward", 16, _held_out_reward),
     Column("unscored", 9, _unscored, "{:.0f}".format),
     Column("loss", 8, _first(learnt="loss"), "{:.4f}".format),
     Column("length", 8, _first("rollout/response_len/mean"), "{:.1f}".format),
@@ -143,7 +158,8 @@ class StepTable:
 
 
 def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
-    """Return the lines of an evaluation of several data sources: pass@k with its interval, length, unscored.
+    """Return the lines of an evaluation of several data sources: pass@k with its interval (the mean reward, where one
+    has no accuracy), length, unscored.
 
     An evaluation of a single source has none: the step table shows its number.
     """
@@ -155,6 +171,9 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
                      and "/" not in name.removeprefix("eval/all/")}, key=lambda name: int(name[5:]))  # yapf: disable
     sources = sorted(prompts, key=lambda source: (source == "all", source))
     columns = {"held-out": sources, "prompts": [str(prompts[source]) for source in sources]}
+    undefined = any(f"eval/{source}/{name}" not in metrics for name in passed for source in sources)
+    if undefined or not passed:
+        passed += sorted(name.rpartition("/")[2] for name in metrics if re.fullmatch(r"eval/all/avg@\d+", name))
     columns |= {name: [_with_interval(metrics, f"eval/{source}/{name}") for source in sources] for name in passed}
     columns |= {title: [f"{metrics[f'eval/{source}/{name}']:.0f}" for source in sources]
                 for title, name in (("length", "len"), ("unscored", "unscored"))}  # yapf: disable
@@ -185,6 +204,8 @@ def fitting(columns: Mapping[str, Sequence[str]], left: Container[str], optional
 def _with_interval(metrics: Mapping[str, float], name: str) -> str:
     if name not in metrics:
         return ""
+    if f"{name}/low" not in metrics:
+        return f"{metrics[name]:.3f}"
     return f"{metrics[name]:.3f} [{metrics[f'{name}/low']:.2f}, {metrics[f'{name}/high']:.2f}]"
 
 

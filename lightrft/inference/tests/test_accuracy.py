@@ -5,9 +5,11 @@ import pytest
 
 from lightrft.config.reward_schema import RewardConfig, SUITE_LABEL
 from lightrft.inference import accuracy
-from lightrft.inference.accuracy import differences, final_answer, group_answers, maj_at_k, measures, results, sign_test
+from lightrft.inference.accuracy import (differences, final_answer, group_answers, maj_at_k, measures, parts_of,
+                                         results, sign_test)
 from lightrft.inference.generation import scored
 from lightrft.rewards.base import RewardInput
+from lightrft.rewards.correctness import Correctness
 from lightrft.rewards.manager import RewardManager
 from lightrft.trainer.evaluator import wilson_interval
 
@@ -55,7 +57,7 @@ def test_answers_that_are_a_choice_vote_by_their_letter():
     finally:
         rewards.shutdown()
     graded = [{"prompt_id": "1", "output": text, "tokens": 1, **scored(score)} for text, score in zip(said, scores)]
-    found = group_answers(graded)["1"]
+    found = group_answers(graded, Correctness())["1"]
     assert found.said == ["B", "B", "B", "C", None]
     assert maj_at_k(found.correct, found.said, 5) == 1.0
 
@@ -65,8 +67,8 @@ def rows(source, uid, *rewards):
             for reward in rewards]  # yapf: disable
 
 
-FIRST = group_answers(rows("x", "1", 1.0, 0.0) + rows("x", "2", 0.0, 0.0) + rows("y", "3", 1.0, None))
-OTHER = group_answers(rows("x", "1", 1.0, 1.0) + rows("x", "2", 1.0, 0.0) + rows("y", "3", 0.0, 0.0))
+FIRST = group_answers(rows("x", "1", 1.0, 0.0) + rows("x", "2", 0.0, 0.0) + rows("y", "3", 1.0, None), Correctness())
+OTHER = group_answers(rows("x", "1", 1.0, 1.0) + rows("x", "2", 1.0, 0.0) + rows("y", "3", 0.0, 0.0), Correctness())
 WANTED = measures(2, [1, 2], [2])
 
 
@@ -79,6 +81,13 @@ def test_results_by_source_leave_out_what_is_unscored():
     assert found["all", "pass@2"]["prompts"] == 2, "a prompt with one scored answer has no pass@2"
     assert ("y", "pass@2") not in found
     assert (found["x", "avg@2"]["low"], found["x", "avg@2"]["high"]) == wilson_interval(0.25, 2)
+
+
+def test_without_a_part_that_says_what_is_right_there_is_only_the_mean_reward():
+    rule, graded = Correctness(), rows("x", "1", 1.0, 0.5)
+    rule.observe(parts_of(row) for row in graded)
+    found = {row["metric"]: row["value"] for row in results(group_answers(graded, rule), WANTED)}
+    assert found == {"reward": 0.75, "tokens": 4, "unscored": 0}
 
 
 def test_differences_are_paired_by_prompt():

@@ -10,6 +10,7 @@ import pytest
 from lightrft.rewards.timeouts import Backlog, GroupBudget, RewardBudget
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import Handle
+from lightrft.rewards.workers import pool as pool_module
 from lightrft.rewards.workers.pool import calls
 from lightrft.rewards.workers.worker import _bundles
 
@@ -77,6 +78,20 @@ def test_a_worker_that_was_killed_while_idle_is_replaced(make_manager, tmp_path)
         assert [s.total for s in scores] == [2.0, 1.0], scores
 
 
+@pytest.mark.parametrize("length", [1, 1 << 20])
+def test_a_worker_that_stands_still_between_tasks_is_replaced_after_the_time_limit(make_manager, tmp_path, caplog,
+                                                                                   monkeypatch, length):
+    """It costs ``reward_timeout_s`` and not the limit of an import; a long message would also fill its pipe."""
+    monkeypatch.setattr(pool_module, "LOAD_LIMIT_S", 600.0)
+    file = tmp_path / "fine.py"
+    file.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return len(solution_str)\n")
+    manager = make_manager(file, reward_timeout_s=0.5)
+    for pid in manager.pool.pids:
+        os.kill(pid, signal.SIGSTOP)
+    assert [s.total for s in manager.score([RewardInput("", "a" * length)])] == [length]
+    assert length > 1 or "stood still" in caplog.text and "--reward_timeout_s" in caplog.text
+
+
 def test_a_response_that_kills_the_worker_is_left_out_alone(make_manager, tmp_path):
     file = tmp_path / "crash.py"
     body = "    if 'die' in {}:\n        os._exit(3)\n"
@@ -85,7 +100,7 @@ def test_a_response_that_kills_the_worker_is_left_out_alone(make_manager, tmp_pa
                     body.format("''.join(queries)") + "    return [1.0] * len(queries)\n")
     for entry in (file, f"{file}:whole"):
         manager = make_manager(entry)
-        scores = manager.collect(manager.submit([RewardInput("", text) for text in ("a", "die", "b")]))
+        scores = manager.collect(manager.submit([RewardInput(text, text) for text in ("a", "die", "b")]))
         assert [(s.total, s.error) for s in scores] == [(1.0, None), (None, "worker_died"), (1.0, None)], scores
 
 
@@ -102,10 +117,10 @@ def test_a_group_that_always_hangs_costs_no_other_one_its_time(make_manager, tmp
     assert [handle.budgets["compute_score"].timeouts >= 5 for handle in handles] == [True, False]
 
 
-def test_calls_take_whole_groups_of_up_to_64():
+def test_calls_take_whole_groups():
     assert calls([], 1) == [] and calls(list("aabbcc"), 2) == [2, 2, 2] == calls(list("aabbcc"), 1)
     assert calls(list("aabbcc"), 3) == [4, 2] and calls(list("aabbcc"), 6) == [6]
-    assert calls(["a"] * 60 + ["b"] * 8, 64) == [60, 8] and calls(["a"] * 130, 64) == [64, 64, 2]
+    assert calls(["a"] * 60 + ["b"] * 8, 64) == [60, 8] and calls(["a"] * 130 + ["b"], 64) == [130, 1]
 
 
 def test_who_is_free_takes_a_share_of_what_waits():

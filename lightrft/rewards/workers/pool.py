@@ -3,16 +3,19 @@
 Processes are fresh interpreters (no fork of a process that runs torch threads, no import of the training script), start
 with the first task, and are replaced when they time out or die.
 """
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightrft.rewards.timeouts import Backlog, NOT_TRIED, GroupBudget
@@ -20,9 +23,13 @@ from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException, UserError
 from lightrft.rewards.workers.worker import Info, Spec
 
+logger = logging.getLogger(__name__)
+
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file (which may import torch)
+END_LIMIT_S = 2.0  # for an idle worker to close its event loop and end
 MAX_CHUNK = 8  # responses per message, for functions that score one by one
-MAX_CALL = 64  # responses per call of a function that takes lists; a larger group is cut
+MAX_CALL = 64  # responses per call of a function that takes lists; a larger group is one call
+SHORT = 4096  # bytes of a message that fits into the pipe of a process that reads nothing
 Row = tuple[RewardInput, GroupBudget]
 
 
@@ -43,11 +50,19 @@ class Task:
     future: "Future[list[Outcome]]" = field(default_factory=Future)
     info: "Future[Info]" = field(default_factory=Future)
 
+    def units(self) -> list[list[Row]]:
+        """Return the rows in the smallest parts that may be sent: groups, or single responses. A task without rows,
+        which only loads the reward, has one part."""
+        if not self.together:
+            return [[row] for row in self.rows]
+        return [list(unit) for _, unit in groupby(self.rows, lambda row: row[0].group)] or [[]]
+
 
 class Worker:
     """One worker process and its pipe."""
 
     def __init__(self) -> None:
+        self.has_answered = False
         self.pipe, child_end = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.rewards.workers.worker import main; "
                 f"main({child_end.fileno()}, {os.getpid()})")
@@ -64,6 +79,14 @@ class Worker:
             except ProcessLookupError:
                 pass  # the process has already ended
 
+    def end(self) -> None:
+        """Let the idle process close its event loop and end."""
+        self.pipe.close()
+        try:
+            self.process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.discard()
+
     def discard(self) -> None:
         """Kill the process, and release its process entry and the pipe."""
         self.signal_kill()
@@ -79,19 +102,40 @@ class Worker:
         except (EOFError, ConnectionResetError) as error:
             raise WorkerDied(f"the worker process ended with exit code {self.process.wait()}") from error
 
-    def start(self, spec: Spec, batch: list[RewardInput]) -> Info:
-        """Send a chunk and wait until the reward is loaded (first time only)."""
-        try:
-            self.pipe.send((spec, batch))
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerDied("the worker process had ended") from error
-        try:
-            word, answer = self.receive(LOAD_LIMIT_S)
-        except TimeoutError as error:
-            raise LoadError(f"{spec.path or spec.kind} was not imported within {LOAD_LIMIT_S:.0f} s") from error
+    def start(self, spec: Spec, batch: list[RewardInput], limit_s: float) -> Info:
+        """Send a chunk and wait until the reward is loaded (first time only).
+
+        Raises:
+            TimeoutError: a process that has answered before did not take the chunk within ``limit_s``.
+            LoadError: the reward could not be imported.
+            WorkerDied: the process has ended.
+        """
+        self._send((spec, batch), limit_s if self.has_answered else LOAD_LIMIT_S)
+        word, answer = self.receive(limit_s) if self.has_answered else self._loaded(spec)
+        self.has_answered = True
+        if word == "loading":
+            word, answer = self._loaded(spec)
         if word == "failed":
             raise LoadError(answer)
         return answer
+
+    def _loaded(self, spec: Spec) -> Any:
+        try:
+            return self.receive(LOAD_LIMIT_S)
+        except TimeoutError as error:
+            raise LoadError(f"{spec.path or spec.kind} was not imported within {LOAD_LIMIT_S:.0f} s") from error
+
+    def _send(self, message: Any, limit_s: float) -> None:
+        """Send a message. A process that has not read a long one after ``limit_s`` is killed: writing would block."""
+        raw, timer = ForkingPickler.dumps(message), threading.Timer(limit_s, self.signal_kill)
+        if len(raw) > SHORT:
+            timer.start()
+        try:
+            self.pipe.send_bytes(raw)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerDied("the worker process had ended") from error
+        finally:
+            timer.cancel()
 
 
 class WorkerPool:
@@ -103,6 +147,7 @@ class WorkerPool:
         self._backlog: Backlog[Task] = Backlog(count)
         self._threads: list[threading.Thread] = []
         self._workers: dict[int, Worker] = {}
+        self._busy: set[int] = set()  # slots whose workers are at a task
         self._suspects: set[Spec] = set()  # rewards that timed out or died; their responses are sent one by one
         self._closed = False
         self._lock = threading.Lock()
@@ -122,7 +167,7 @@ class WorkerPool:
                         budgets: list[GroupBudget]) -> "list[Future[list[Outcome]]]":
         """Score ``batch`` in calls that split no group; the futures hold their outcomes in order."""
         rows = iter(zip(batch, budgets, strict=True))
-        sizes = calls([item.prompt for item in batch], min(MAX_CALL, -(-len(batch) // self.count)))
+        sizes = calls([item.group for item in batch], min(MAX_CALL, -(-len(batch) // self.count)))
         tasks = [Task(spec, list(islice(rows, size)), True) for size in sizes]
         for task in tasks:
             self._put([task], object())
@@ -136,12 +181,13 @@ class WorkerPool:
         return tasks[0].info
 
     def shutdown(self) -> None:
-        """Kill the workers. Responses that they were scoring come back unscored."""
+        """End the workers, and kill busy ones. Responses that they were scoring come back unscored."""
         self._backlog.close()
         with self._lock:
             self._closed = True
-        for worker in list(self._workers.values()):
-            worker.signal_kill()
+        for slot, worker in list(self._workers.items()):
+            if slot in self._busy:
+                worker.signal_kill()
         for thread in self._threads:
             thread.join(timeout=10.0)
 
@@ -157,49 +203,51 @@ class WorkerPool:
 
     def _run(self, slot: int) -> None:
         while tasks := self._backlog.take(MAX_CHUNK):
+            self._busy.add(slot)
             chunk = replace(tasks[0], rows=[row for task in tasks for row in task.rows])
             with CaptureException() as captured:
                 outcomes = self._score(slot, chunk)
             if captured.cause is not None:
                 cause = "load" if isinstance(captured.cause, LoadError) else "shutdown" if self._closed else "internal"
                 outcomes = [Outcome(None, cause, captured.text)] * len(chunk.rows)
+            self._busy.discard(slot)
             if not chunk.info.done():
                 chunk.info.set_exception(captured.cause or RuntimeError("the reward workers have been shut down"))
             remaining = iter(outcomes)
             for task in tasks:
                 task.future.set_result(list(islice(remaining, len(task.rows))))
-        self._discard(slot)
+        if slot in self._workers:
+            self._workers.pop(slot).end()
 
     def _score(self, slot: int, task: Task) -> list[Outcome]:
         """Score a chunk. A response that times out or kills the process fails; a fresh process scores the rest.
 
         In a chunk of several the culprit is unknown, because outcomes are sent together. The responses without an
-        outcome are sent again, one by one.
+        outcome are sent again, one by one; those to a function of lists group by group.
         """
         done: list[Outcome] = []
-        one_by_one = task.spec in self._suspects
-        while not self._closed:
-            rest = task.rows[len(done):]
-            if rest and rest[0][1].deadline_s() == 0:
-                done.append(NOT_TRIED)
-            else:
-                sent = rest[:1] if one_by_one else rest
-                scored, failure = self._attempt(slot, task, sent)
-                done += scored
-                if failure is not None and len(sent) > 1:
-                    one_by_one = True
-                    if not task.together:
-                        self._suspects.add(task.spec)
-                elif failure is not None:
-                    done.append(failure)
-            if len(done) >= len(task.rows):
-                return done
+        rest, alone = task.units(), task.spec in self._suspects
+        while rest and not self._closed:
+            if rest[0] and rest[0][0][1].deadline_s() == 0:
+                done += [NOT_TRIED] * len(rest.pop(0))
+                continue
+            sent = rest[:1] if alone else rest
+            scored, failure = self._attempt(slot, task, [row for unit in sent for row in unit])
+            while rest and len(scored) >= len(rest[0]):
+                count = len(rest.pop(0))
+                done, scored = done + scored[:count], scored[count:]
+            if failure is not None and len(sent) > 1:
+                alone = True
+                if not task.together:
+                    self._suspects.add(task.spec)
+            elif failure is not None:
+                done += [failure] * len(rest.pop(0))
         return done + [Outcome(None, "shutdown")] * (len(task.rows) - len(done))
 
     def _attempt(self, slot: int, task: Task, sent: list[Row]) -> tuple[list[Outcome], Outcome | None]:
         """Return the outcomes that the worker sent, and its failure if it timed out or died (else None)."""
         scored: list[Outcome] = []
-        worker = self._ready(slot, task, [item for item, _ in sent])
+        worker = self._ready(slot, task, sent)
         start = time.monotonic()
         try:
             while len(scored) < len(sent):
@@ -212,26 +260,38 @@ class WorkerPool:
                 start = time.monotonic()
             return scored, None
         except TimeoutError:
-            failure = Outcome(None, "timeout", f"no reward within {deadline:g} s (--reward_timeout_s)")
+            to_blame = len(sent) == 1 and deadline >= budget.reward.limit_s  # it had all of its time
+            text = f"no reward within {deadline:g} s (--reward_timeout_s){_of_call(task, sent)}"
+            failure = Outcome(None, "timeout", text, fault="timeout" if to_blame else "")
             sent[len(scored)][1].timeouts += 1
         except WorkerDied as error:
-            failure = Outcome(None, "worker_died", str(error))
+            to_blame = len(sent) == 1 and not self._closed
+            failure = Outcome(None, "worker_died", f"{error}{_of_call(task, sent)}",
+                              fault="worker_died" if to_blame else "")
         sent[len(scored)][1].reward.lose((time.monotonic() - start) / self.count)
         self._discard(slot)
         return scored, failure
 
-    def _ready(self, slot: int, task: Task, sent: list[RewardInput]) -> Worker:
-        """Return a worker that has loaded the reward and is scoring ``sent``; replace one that died while idle."""
+    def _ready(self, slot: int, task: Task, sent: list[Row]) -> Worker:
+        """Return a worker that has loaded the reward and is scoring ``sent``; replace one that died or has stood still
+        since its last task."""
+        limit_s = sent[0][1].reward.limit_s if sent else LOAD_LIMIT_S
         for fresh in ([False, True] if slot in self._workers else [True]):
             worker = self._spawn(slot) if fresh else self._workers[slot]
             with CaptureException() as captured:
-                info = worker.start(task.spec, sent)
+                info = worker.start(task.spec, [item for item, _ in sent], limit_s)
             if captured.cause is None:
                 if not task.info.done():
                     task.info.set_result(info)
                 return worker
             self._discard(slot)
-            if not isinstance(captured.cause, WorkerDied):
+            if isinstance(captured.cause, TimeoutError):
+                logger.warning(
+                    "a reward worker stood still after its last task and took no other one within %g s "
+                    "(--reward_timeout_s); a new process replaces it", limit_s)
+                for _, budget in sent[:1]:
+                    budget.reward.lose(limit_s / self.count)
+            elif not isinstance(captured.cause, WorkerDied):
                 raise captured.cause
         raise LoadError(
             f"the worker process ended while it imported {task.spec.path or task.spec.kind}: {captured.cause}")
@@ -249,18 +309,21 @@ class WorkerPool:
             worker.discard()
 
 
-def calls(groups: list[str], size: int) -> list[int]:
-    """Return the number of responses of each call: about ``size``, at most ``MAX_CALL``.
+def _of_call(task: Task, sent: list[Row]) -> str:
+    return (f". The function takes lists, so this leaves all {len(sent)} responses of the group unscored. Remedy: a "
+            "compute_score is called for each response") if task.together and len(sent) > 1 else ""
 
-    Adjacent responses of equal ``groups`` stay in one call, unless they are more than ``MAX_CALL``.
+
+def calls(groups: Sequence[Hashable], size: int) -> list[int]:
+    """Return the number of responses of each call: about ``size``, at most ``MAX_CALL`` or one group.
+
+    Adjacent responses of equal ``groups`` stay in one call.
     """
     found, open_ = list[int](), 0
     for group in (len(list(run)) for _, run in groupby(groups)):
         if open_ and open_ + group > MAX_CALL:
             found, open_ = [*found, open_], 0
         open_ += group
-        while open_ > MAX_CALL:
-            found, open_ = [*found, MAX_CALL], open_ - MAX_CALL
         if open_ >= size:
             found, open_ = [*found, open_], 0
     return [*found, open_] if open_ else found

@@ -1,32 +1,41 @@
-"""A user's reward file with one of three signatures, recognised by parameter names. Runs in worker processes.
+"""A user's reward file with one of four signatures, recognised by parameter names. Runs in worker processes.
 
 - ``reward_func(queries, prompts, labels)``: lists in; a list, a tensor or ``{"rewards": ...}`` out.
   A query is prompt + response; a label is the row's reference, or its label where it has none.
 - ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``: one response; a number out,
   or ``{"score": ...}``, whose other numbers become metrics.
-- ``f(prompts, completions, **columns)``: lists in, a list out; may be ``async``; None leaves a response unscored.
+- ``compute_score(data_sources, solution_strs, ground_truths, extra_infos=None)``: the same for lists.
+- ``f(prompts, completions, **columns)``: lists in, a list out; None leaves a response unscored.
+
+Each may be ``async``. A function of lists always gets whole groups, the responses to a prompt.
 """
-import asyncio
 import importlib.util
 import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.base import is_response_fault, Outcome, RewardInput
+from lightrft.rewards.workers.event_loop import event_loop, LOOP_FILES, wait_for
 from lightrft.utils.errors import CaptureException, UserError
 
 SIGNATURES = {
-    "reward_func": ("queries", ), "compute_score": ("solution_str", "ground_truth"), "completions": ("completions", )
-}
+    "reward_func": ("queries", ), "compute_score": ("solution_str", "ground_truth"),
+    "compute_scores": ("solution_strs", "ground_truths"), "completions": ("completions", )
+}  # yapf: disable
 """Signature -> the parameter names that identify it."""
 EXPECTED = (
-    "reward_func(queries, prompts, labels), compute_score(data_source, solution_str, ground_truth, extra_info=None) "
-    "or f(prompts, completions, **columns)")
+    "reward_func(queries, prompts, labels), compute_score(data_source, solution_str, ground_truth, extra_info=None), "
+    "the same for lists (data_sources, solution_strs, ground_truths, extra_infos) or f(prompts, completions, "
+    "**columns)")
+REMEDY = (
+    "The function takes lists, so this leaves all {count} responses of the group unscored. Remedy: let it return None "
+    "(unscored), a number or ResponseFault(...) (0) for the response that it cannot judge")
 LARGEST = 1e15  # size of a reward: float32 holds sums of the squares of larger ones no more, and advantages become 0
 Scorer = Callable[[list[RewardInput]], Iterator[Outcome | None]]
 """Yields one Outcome per response in order; a None restarts the deadline."""
@@ -60,7 +69,7 @@ def scorer_of(function: Callable[..., Any], where: str) -> tuple[Scorer, bool]:
         raise UserError(f"{where}{inspect.signature(function)} has none of the known signatures. Remedy: {EXPECTED}")
     if kind == "compute_score":
         return _each(function), False
-    return _batched(function, _query_arguments if kind == "reward_func" else _completion_arguments), True
+    return scorer_of_batches(lambda batch: _call(function, _ARGUMENTS[kind](batch))), True
 
 
 def signature_of(function: Callable[..., Any]) -> str | None:
@@ -74,6 +83,7 @@ def _import(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"reward file {path} is no Python file. Remedy: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    event_loop()
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
     with CaptureException() as captured:
@@ -120,6 +130,23 @@ def _completion_arguments(batch: list[RewardInput]) -> dict[str, Any]:
     }
 
 
+def _lists_of_compute_score(batch: list[RewardInput]) -> dict[str, Any]:
+    return {
+        "data_sources": [item.data_source for item in batch],
+        "solution_strs": [item.response for item in batch],
+        "ground_truths": [item.reference for item in batch],
+        "extra_infos": [_extra_info(item) for item in batch],
+    }
+
+
+_ARGUMENTS = {"reward_func": _query_arguments, "completions": _completion_arguments,
+              "compute_scores": _lists_of_compute_score}  # yapf: disable
+
+
+def _extra_info(item: RewardInput) -> dict[str, Any]:
+    return {**item.columns, **(item.columns.get("extra_info") or {})}
+
+
 def _columns(batch: list[RewardInput]) -> dict[str, Any]:
     """Return columns of the data as lists; ``reference`` also under the names that functions commonly use."""
     answers = [item.reference for item in batch]
@@ -147,8 +174,12 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    result = function(**_accepted(function, arguments))
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    return awaited(function(**_accepted(function, arguments)))
+
+
+def awaited(result: Any) -> Any:
+    """Return a result; that of an ``async`` function when it is there."""
+    return wait_for(result) if inspect.isawaitable(result) else result
 
 
 def _each(function: Callable[..., Any]) -> Scorer:
@@ -156,36 +187,50 @@ def _each(function: Callable[..., Any]) -> Scorer:
     def score(batch: list[RewardInput]) -> Iterator[Outcome]:
         for item in batch:
             with CaptureException() as captured:
-                extra = {**item.columns, **(item.columns.get("extra_info") or {})}
-                result = _call(
-                    function, {
-                        "data_source": item.data_source, "solution_str": item.response, "ground_truth": item.reference,
-                        "extra_info": extra
-                    })
-                outcome = outcome_of(result)
-            yield Outcome(None, "exception", captured.text_below(__file__)) if captured.cause is not None else outcome
+                outcome = outcome_of(
+                    _call(
+                        function, {
+                            "data_source": item.data_source, "solution_str": item.response, "ground_truth":
+                            item.reference, "extra_info": _extra_info(item)
+                        }))
+            yield _raised(captured) if captured.cause is not None else outcome
 
     return score
 
 
-def _batched(function: Callable[..., Any], arguments: Callable[[list[RewardInput]], dict[str, Any]]) -> Scorer:
+def _raised(captured: CaptureException, count: int = 1) -> Outcome:
+    """Return the outcome of each of ``count`` responses whose call has raised."""
+    text = captured.text_below(__file__, *LOOP_FILES)
+    if count > 1:
+        return Outcome(None, "exception", f"{text}\n{REMEDY.format(count=count)}")
+    return _at_fault(text) if is_response_fault(captured.cause) else Outcome(None, "exception", text)
+
+
+def _at_fault(detail: str, extra: dict[str, float] | None = None) -> Outcome:
+    return Outcome(0.0, detail=detail, extra=extra or {}, fault="response_fault")
+
+
+def scorer_of_batches(call: Callable[[list[RewardInput]], Any]) -> Scorer:
+    """Wrap a function of a batch, such as a list of numbers. If it fails for several groups, each is tried alone, and
+    never a part of one: the function may compare the responses to a prompt."""
 
     def once(batch: list[RewardInput]) -> list[Outcome]:
         with CaptureException() as captured:
-            return outcomes_of(_call(function, arguments(batch)), len(batch))
-        return [Outcome(None, "exception", captured.text_below(__file__))] * len(batch)
+            return outcomes_of(call(batch), len(batch))
+        return [_raised(captured, len(batch))] * len(batch)
 
     def score(batch: list[RewardInput]) -> Iterator[Outcome | None]:
         outcomes = once(batch)
-        if len(batch) == 1 or not all(outcome.error in ("exception", "wrong_length") for outcome in outcomes):
+        groups = [list(group) for _, group in groupby(batch, lambda item: item.group)]
+        if len(groups) == 1 or not all(outcome.error in ("exception", "wrong_length") for outcome in outcomes):
             yield from outcomes
             return
-        # one response spoils the batch: find it. Where the length was wrong each fills a batch as large: a function
-        # that returns a list of one length whatever it is asked would else be right
+        # where the length was wrong a single response fills a batch as large: a function that returns a list of one
+        # length whatever it is asked would else be right
         times = len(batch) if outcomes[0].error == "wrong_length" else 1
-        for item in batch:
+        for group in groups:
             yield None
-            yield once([item] * times)[0]
+            yield from once(group if len(group) > 1 else group * times)[:len(group)]
 
     return score
 
@@ -226,14 +271,16 @@ def outcome_of(result: Any, extra: dict[str, Any] | None = None) -> Outcome:
         result = result["score"]
     if result is None:
         return Outcome(None, "none", "the reward returned None")
+    numbers = {name: _number(item) for name, item in extra.items()}
+    known = {name: item for name, item in numbers.items() if item is not None and math.isfinite(item)}
+    if isinstance(result, BaseException):
+        return _at_fault(repr(result), known) if is_response_fault(result) else Outcome(None, "exception", repr(result))
     value = _number(result)
     if value is None:
         return Outcome(None, "wrong_type", f"expected a number, got {result!r:.200}")
     if not abs(value) <= LARGEST:
         return Outcome(None, "not_finite", f"the reward is {value}; its statistics need at most {LARGEST:g} in size")
-    numbers = {name: _number(item) for name, item in extra.items()}
-    return Outcome(value,
-                   extra={name: item for name, item in numbers.items() if item is not None and math.isfinite(item)})
+    return Outcome(value, extra=known)
 
 
 def _lacks(result: dict[Any, Any], key: str) -> str:

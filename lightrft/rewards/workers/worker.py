@@ -1,8 +1,9 @@
 """Worker process that scores: killable at any moment, ends with its parent, imports neither torch nor the script.
 
-Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loaded", info)`` or ``("failed", text)``; then the outcomes in
-lists, each of which restarts the parent's deadline.
+Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loading", None)`` before a reward is imported; ``("loaded",
+info)`` or ``("failed", text)``; then the outcomes in lists, each of which restarts the parent's deadline.
 """
+import atexit
 import ctypes
 import os
 import pickle
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException
-from lightrft.rewards.workers.user_file import load, outcomes_of, Scorer, scorer_of
+from lightrft.rewards.workers.event_loop import close_event_loop, event_loop
+from lightrft.rewards.workers.user_file import awaited, load, Scorer, scorer_of, scorer_of_batches
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TOGETHER_S = 1e-3  # faster outcomes share a message: a message costs both sides more than they do
@@ -53,14 +55,7 @@ def resolve(spec: Spec) -> tuple[Scorer, Info]:
         return scorer, Info(spec.function, batched)
     if spec.kind == "callable":
         reward = pickle.loads(spec.pickled)
-
-        def whole(batch: list[RewardInput]) -> Iterator[Outcome]:
-            with CaptureException() as captured:
-                outcomes = outcomes_of(reward(batch), len(batch))
-            yield from ([Outcome(None, "exception", captured.text)] *
-                        len(batch) if captured.cause is not None else outcomes)
-
-        return whole, Info(spec.function, True)
+        return scorer_of_batches(lambda batch: awaited(reward(batch))), Info(spec.function, True)
     next(_math([RewardInput("", r"\boxed{\frac{1}{2}}",
                             reference=r"\sqrt{4}")]))  # imports and caches, before any deadline
     return _math, Info("math", False)
@@ -96,6 +91,7 @@ def serve(pipe: Connection) -> None:
     while True:
         spec, batch = pipe.recv()
         if spec not in loaded:
+            pipe.send(("loading", None))
             with CaptureException() as captured:
                 loaded[spec] = resolve(spec)
             if captured.cause is not None:
@@ -135,7 +131,16 @@ def die_with(parent: int) -> None:
 def main(fd: int, parent: int) -> None:
     """Entry point of the process: ``fd`` is its end of the pipe."""
     die_with(parent)
+    atexit.register(_end_group)  # the first one runs last
+    event_loop()
     try:
         serve(Connection(fd))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the parent is gone or has closed the pipe
+        close_event_loop()  # the parent is gone or has closed the pipe
+
+
+def _end_group() -> None:
+    """Kill this process and those that rewards have started."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.killpg(0, signal.SIGKILL)

@@ -245,7 +245,8 @@ FLIPS: dict[str, Flip] = {
     "eval_n_samples": Flip(3, keys, SAMPLED),
     "eval_temperature": Flip(0.3, metric("eval/all/judge"), SAMPLED),
     "eval_top_p": Flip(0.3, metric("eval/all/judge"), SAMPLED),
-    "eval_pass_k": Flip([1, 2], keys, SAMPLED),
+    "eval_pass_k": Flip([1, 2], keys, SAMPLED | {"accuracy_part": "judge"}),
+    "accuracy_part": Flip("judge", keys, EVAL),
     # checkpoint
     "ckpt_path": Flip("@run/elsewhere", files, SAVING),
     "save_steps": Flip(2, files, SAVING),
@@ -334,6 +335,8 @@ SHOWN: dict[str, str] = {
                     _R + "test_judge.py::test_template_score_key_and_arguments_are_the_users"),
     "judge_concurrency": _R + "test_judge.py::test_as_many_requests_as_allowed_are_in_flight",
     "judge_timeout_s": _R + "test_judge.py::test_its_time_limit_is_its_own",
+    "response_faults": _R +
+    "test_response_faults.py::test_time_outs_and_dead_workers_are_unscored_unless_the_option_names_them",
     "reward_workers": _R + "test_pool.py::test_workers_do_not_import_the_training_script_and_share_the_work",
     "reward_timeout_s": _R + "test_pool.py::test_the_budget_of_a_group_shrinks_and_ends",
     "max_unscored_steps": _T + "test_tripwires.py::test_a_reward_that_always_fails_stops_the_run",

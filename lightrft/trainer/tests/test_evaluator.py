@@ -1,16 +1,21 @@
 """pass@k and avg@k, and that an evaluation leaves no trace in the training."""
 import json
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
-from lightrft.tests.support import runs
-from lightrft.trainer.evaluator import is_correct, pass_at_k, wilson_interval
+from lightrft.tests.support import field, runs
+from lightrft.trainer.evaluator import pass_at_k, wilson_interval
+from lightrft.utils.curve import panels
+from lightrft.utils.run_summary import RunSummary
 
 no_picture = runs.no_picture
+RIGHT_OR_WRONG = Path(field.__file__).parent / "rewards" / "right_or_wrong.py"
 
 
 def trainer(home, folder, score=runs.letters, **options):
@@ -45,11 +50,29 @@ def test_intervals_cover_the_true_mean(samples):
     assert covered >= (930 if samples == 1 else 960), covered
 
 
-@pytest.mark.parametrize("reward,parts,right", [(1.0, {}, True), (0.9, {}, False), (0.1, {"math": 1.0}, True),
-                                                (1.0, {"math": 0.0, "format": 1.0}, False), (None, {}, False),
-                                                (None, {"exact": None}, False), (0.95, {"format": 0.5}, False)])
-def test_what_is_correct(reward, parts, right):
-    assert is_correct(reward, parts) is right
+def test_accuracy_is_the_share_of_right_answers_whatever_the_weights(home, tmp_path, capfd):
+    """With the weights 0.9 and 0.09 no total is 1. A reward that grades has no accuracy, until the option names one."""
+    (tmp_path / "graded.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n"
+                                        "    return {'score': 0.5, 'boxed': 1.0}\n")
+    names = ("pass@1", "avg@1")
+
+    def held_out(reward, **options):
+        run = runs.run(home, tmp_path / f"{reward[0].rpartition('/')[2]}{len(options)}", reward=reward, eval_steps=-1,
+                       eval_data=[str(home / "test.jsonl")], **options)
+        return [run.metrics.get(f"eval/all/{name}") for name in names], capfd.readouterr().err, run
+
+    (accuracy, mean), said, _ = held_out([f"{RIGHT_OR_WRONG}=0.9", "format=0.09"])
+    assert accuracy == pytest.approx(mean / 0.9) and "Remedy" not in said
+    graded, said, run = held_out([f"{tmp_path}/graded.py=0.9", "format=0.09"])
+    assert graded == [None, pytest.approx(0.45)]
+    assert said.count("no part of the reward says which answers are right") == 1 and "--accuracy_part" in said
+    assert "held-out reward" in said and not re.search("reward +held-out +length", said), "the table"
+    card = (run.folder / "hf" / "README.md").read_text()
+    assert "pass@" not in card and "| eval/all/avg@1 |" in card
+    assert [title for title, _ in panels(run.lines) if "held-out" in title] == ["held-out reward"]
+    assert [change.name for change in RunSummary.of(run.lines).changes][0] == "eval/all/avg@1"
+    named, said, _ = held_out([f"{tmp_path}/graded.py=0.9", "format=0.09"], accuracy_part="compute_score/boxed")
+    assert named == [1.0, pytest.approx(0.45)] and "Remedy" not in said
 
 
 def test_metrics_per_source(home, tmp_path):
@@ -157,4 +180,4 @@ def test_training_is_the_same_with_and_without_evaluations(home, tmp_path):
     assert all(torch.equal(value, often.weights[name]) for name, value in plain.weights.items())
     assert [line["step"] for line in often.lines] == [0, 1, 2, 3] and len(plain.lines) == 3
     assert [line["reward/mean"] for line in often.lines[1:]] == [line["reward/mean"] for line in plain.lines]
-    assert all("eval/all/pass@1" in line for line in often.lines)
+    assert all("eval/all/avg@2" in line for line in often.lines)

@@ -216,7 +216,7 @@ def test_verl_and_trl_names():
     verl, trl = alias_metrics(ours, "verl"), alias_metrics(ours, "trl")
     assert alias_metrics(ours, "none") == ours and ours.items() <= verl.items() and ours.items() <= trl.items()
     assert verl["actor/pg_clipfrac"] == trl["clip_ratio/region_mean"] == 0.75
-    assert verl["val-core/gsm8k/acc/best@4"] == 0.75 and verl["val-core/gsm8k/acc/mean@4"] == 0.5
+    assert verl["val-core/gsm8k/acc/best@4"] == 0.75 and verl["val-core/gsm8k/reward/mean@4"] == 0.5
     assert verl["response_length/max"] == trl["completions/max_length"] == 9.0
     assert trl["rewards/math/std"] == 2.0 and trl["reward"] == 1.0
     assert "actor/entropy" not in verl and "entropy" not in trl, "an alias of nothing"
@@ -226,7 +226,7 @@ def test_aliases_of_names_with_a_slash():
     ours = {"eval/openai/gsm8k/pass@1": 0.5, "eval/openai/gsm8k/avg@2": 0.25, "reward/geo/format/mean": 2.0,
             "reward/unscored/mean": 3.0}  # yapf: disable
     verl, trl = alias_metrics(ours, "verl"), alias_metrics(ours, "trl")
-    assert verl["val-core/openai/gsm8k/acc/best@1"] == 0.5 and verl["val-core/openai/gsm8k/acc/mean@2"] == 0.25
+    assert verl["val-core/openai/gsm8k/acc/best@1"] == 0.5 and verl["val-core/openai/gsm8k/reward/mean@2"] == 0.25
     assert trl["rewards/geo/format/mean"] == 2.0 and "rewards/unscored/mean" not in trl
 
 
