@@ -2,6 +2,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Iterable
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -21,11 +22,11 @@ def wait_for(awaitable: Awaitable[Any]) -> Any:
     the next call."""
     loop = event_loop()
     others = asyncio.all_tasks(loop)
-    try:
-        return loop.run_until_complete(_result(awaitable))
-    except BaseException:
-        _cancel(asyncio.all_tasks(loop) - others)
-        raise
+    with ExitStack() as on_error:
+        on_error.callback(lambda: _cancel(asyncio.all_tasks(loop) - others))
+        result = loop.run_until_complete(_result(awaitable))
+        on_error.pop_all()
+    return result
 
 
 async def _result(awaitable: Awaitable[Any]) -> Any:
