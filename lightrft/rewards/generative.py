@@ -127,8 +127,9 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
         place, setup = self.place, self.setup
         with place.here() as model:
             if self._engine is None:
-                self._engine = build_hf_engine(RolloutConfig(), model, setup.device, self.reader.renderer.tokenizer,
-                                               setup.bf16, limit_s=0)
+                lengths = RolloutConfig(prompt_max_len=max(self.room, 1), generate_max_len=self.cfg.judge_max_len)
+                self._engine = build_hf_engine(lengths, model, setup.device, self.reader.renderer.tokenizer, setup.bf16,
+                                               limit_s=0)
             self._engine.wake()
             if place.prepared is not None and setup.strategy is not None:
                 sync_weights(setup.strategy, place.prepared, self._engine, 0)

@@ -1,11 +1,13 @@
 """The facts of the first step: each one violated is an error that names it."""
+import shutil
+
 import pytest
 
 from lightrft.config.schema import Config
 from lightrft.models import actor_language
 from lightrft.ops.rounding import RunArithmetic
 from lightrft.rewards.base import Outcome
-from lightrft.tests.support import runs, tiny
+from lightrft.tests.support import field, runs, tiny
 from lightrft.trainer import ppo_trainer
 from lightrft.trainer.checks.first_step import StepFactError, check_step_facts
 from lightrft.trainer.logprob_pass import LogprobPass
@@ -185,6 +187,15 @@ def test_the_facts_are_in_the_metrics_file(home, tmp_path):
     assert done.metrics["policy/first_ratio_gap"] == 0.0 == done.metrics["policy/first_kl_ref"]
     assert 0 < done.metrics["rollout/mismatch/abs_logp_mean"] < 1e-5
     assert done.metrics["policy/ratio_max"] > 1.0, "later ratios must differ, or the first says nothing"
+
+
+def test_responses_that_cross_a_limit_of_rotary_frequencies(tmp_path):
+    """Some sequences end below the 64 tokens of the model's first frequencies, some cross them."""
+    home = runs.write_home(tmp_path / "home")
+    shutil.rmtree(home / "model")
+    field.write_longrope(home / "model")
+    line = runs.run(home, tmp_path / "run", stop=list("aeiou"), generate_max_len=60, engine_kv_mib=4).metrics
+    assert 0 < line["rollout/mismatch/abs_logp_mean"] < 1e-5 > line["policy/first_ratio_gap"]
 
 
 def test_a_frozen_policy_is_checked_when_it_is_first_trained(home, tmp_path):
