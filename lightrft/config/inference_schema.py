@@ -115,7 +115,7 @@ class InferenceTree(Tree):
     @property
     def placement(self) -> StrategyConfig:
         """Distribution of the model over the ranks: with several, each holds a part until the engine has it."""
-        return StrategyConfig(dist_timeout_s=self.strategy.dist_timeout_s)
+        return StrategyConfig(**vars(self.strategy))
 
     @abstractmethod
     def as_config(self) -> Config:

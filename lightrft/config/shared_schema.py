@@ -54,6 +54,9 @@ class PolicyModelConfig:
 class LaunchConfig:
     """The ranks of a run."""
     dist_timeout_s: int = option(1800, "seconds after which an unfinished collective stops the run", within=COUNT)
+    silence_timeout_s: int = option(
+        15, "seconds after which a rank that shows no sign of life, dead or standing still, stops the run; before its "
+        "first step at least 60", within=COUNT)
 
     @property
     def collective_limit_s(self) -> int:

@@ -290,8 +290,18 @@ def remove(folder: Path) -> None:
 
 
 def marker(folder: Path) -> dict[str, Any]:
-    """The content of the marker."""
-    return json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    """Read the marker.
+
+    Raises:
+        ValueError: it describes no checkpoint.
+    """
+    info = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    kinds = {"step": int, "world_size": int, "metrics": dict, "files": dict}
+    if not isinstance(info, dict) or not all(isinstance(info.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"it describes no checkpoint: {', '.join(kinds)} are missing or of another kind")
+    if not all(isinstance(entry, list) and entry and isinstance(entry[0], int) for entry in info["files"].values()):
+        raise ValueError("it gives no sizes of the files")
+    return info
 
 
 def fault(folder: Path) -> str | None:
@@ -306,7 +316,7 @@ def fault(folder: Path) -> str | None:
                 return f"{name} is damaged or cut short"
     except FileNotFoundError:
         return f"{MARKER} is missing, so the checkpoint is incomplete"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         return f"{MARKER} cannot be read: {error}"
     return None
 
@@ -356,7 +366,7 @@ def markers(parent: Path) -> dict[Path, dict[str, Any]]:
 def best(found: dict[Path, dict[str, Any]], metric: str | None) -> Path | None:
     """The folder with the highest finite ``metric``, by the markers; of equal ones the newest."""
     values = {path: info["metrics"].get(metric) for path, info in found.items()} if metric else {}
-    finite = {path: value for path, value in values.items() if value is not None and math.isfinite(value)}
+    finite = {path: value for path, value in values.items() if isinstance(value, (int, float)) and math.isfinite(value)}
     return max(finite, key=lambda path: finite[path]) if finite else None
 
 

@@ -137,7 +137,8 @@ class BaseTrainer(ABC):
             clear_stop_request()
             self.export("hf")
         self.log.close()
-        self.log.summary(done, self.checkpoints.folder if self.checkpoints else None)
+        failed = self.checkpoints.failures if self.checkpoints else 0
+        self.log.summary(done, self.checkpoints.folder if self.checkpoints else None, failed)
 
     def export(self, name: str) -> None:
         """Write the model in Hugging Face format, with tokenizer and model card, to SAVE_PATH/``name``."""

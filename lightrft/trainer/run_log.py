@@ -125,12 +125,13 @@ class RunLog:
         if self.report is not None:
             self.report.write()
 
-    def summary(self, done: bool, checkpoints: Path | None) -> None:
+    def summary(self, done: bool, checkpoints: Path | None, failed: int = 0) -> None:
         """Print the result of the run on rank 0: metrics before and after, time, tokens, and paths of the outputs.
 
         Args:
-            done: the last step is done and the model is written. checkpoints: folder of the checkpoints, if there are
-            any.
+            done: the last step is done and the model is written.
+            checkpoints: folder of the checkpoints, if there are any.
+            failed: number of checkpoints that could not be written.
         """
         rows = self.written() if self.strategy.is_main else []
         if not rows:
@@ -142,7 +143,9 @@ class RunLog:
                  "trajectories": "rollouts", "samples": "samples.jsonl"}  # yapf: disable
         places = {"model": self.folder / "hf" if done else remedy}
         places |= {name: self.folder / file for name, file in files.items() if (self.folder / file).exists()}
-        places |= {"checkpoints": checkpoints} if checkpoints and checkpoints.exists() else {}
+        there = [str(checkpoints)] if checkpoints and checkpoints.exists() else []
+        lost = [f"{failed} could not be written (warnings above)"] if failed else []
+        places |= {"checkpoints": "; ".join(there + lost)} if there or lost else {}
         for line in summary_lines(RunSummary.of(rows), places):
             get_logger().info(line, extra={"plain": True})
 

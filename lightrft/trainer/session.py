@@ -75,8 +75,9 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
     timer.gauge = partial(used_memory_gib, strategy.device)
     if strategy.device.type == "cuda":
         timer.follow(partial(torch.cuda.Event, enable_timing=True))
-    store, limit_s, folder = connect_store(world), config.placement.dist_timeout_s, str(config.folder)
-    watchdog = Watchdog(world.rank, world.world_size, timer.phase, limit_s, store, started=lambda: timer.steps > 0)
+    store, limits, folder = connect_store(world), config.placement, str(config.folder)
+    watchdog = Watchdog(world.rank, world.world_size, timer.phase, limits.dist_timeout_s, store,
+                        started=lambda: timer.steps > 0, silence_s=limits.silence_timeout_s)
     with _one_line(watchdog) if exits else nullcontext(), watchdog, parsed.own_words(), disk_full_is_expected(folder):
         refuse_unlike_ranks(strategy.all_gather_object(chosen_by_machine(config)))
         seed_everything(config.seed + strategy.rank)

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,8 +20,8 @@ from lightrft.utils.errors import ExpectedError, leave_error
 from lightrft.utils.logging import get_logger
 
 BEAT_S = 1.0
-STALE_S = 15.0
-START_STALE_S = 60.0  # until the first step: a large library may hold the interpreter while it loads
+SILENCE_S = 15.0
+START_SILENCE_S = 60.0  # until the first step: a large library may hold the interpreter while it loads
 EXIT_CODE = 1
 _GRACE_S = 3.0
 _LAST_SECONDS = 20
@@ -31,6 +32,9 @@ _COLLECTIVES = tuple(os.path.join(*folders, "") for folders in (("torch", "distr
 _LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _FINE_CODES = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 _RUNS = count()  # in this process
+_DIED = "died without a message (killed, crashed, or out of memory)"
+_STANDS = "stands still (its process exists: stopped, swapped out, or in a library that holds the interpreter)"
+_PATIENCE = "--silence_timeout_s waits for longer"
 _LOST = "the watchdog's store is gone: the rank or agent that hosts it has died"
 
 
@@ -83,6 +87,18 @@ def main_stack() -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)\n"
 
 
+def _runs(pid: int) -> bool:
+    """Return True for a process of this machine that has not ended; one that nobody has waited for (a zombie) has."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's, or no Linux
+        return True
+
+
 def _in_collective(stack: str) -> bool:
     """Return True if a stack leads into torch's or DeepSpeed's communication."""
     return any(folder in stack for folder in _COLLECTIVES)
@@ -99,9 +115,9 @@ class Watchdog:
     """Watches the other ranks from a thread, through a store; ``with Watchdog(...):`` around the whole run.
 
     Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, that was
-    in one phase for longer than ``timeout_s`` without a :func:`tick`, or that wrote nothing for :data:`STALE_S` (before
-    its first step: :data:`START_STALE_S`) is a failure: every rank prints it with the phases and stacks that are known
-    and exits with code 1. One process needs no store and no thread.
+    in one phase for longer than ``timeout_s`` without a :func:`tick`, or that wrote nothing for ``silence_s`` (before
+    its first step at least :data:`START_SILENCE_S`) is a failure: every rank prints it with the phases and stacks that
+    are known and exits with code 1. One process needs no store and no thread.
     An :class:`ExpectedError` is reported once (by the rank with ``speaks``; rank 0 is first); others exit quietly.
 
     Args:
@@ -109,15 +125,17 @@ class Watchdog:
         timeout_s: most seconds in one phase without a tick.
         store: of :func:`connect_store`; None only with one process.
         started: returns whether this rank has ended its first step; called in another thread.
+        silence_s: most seconds in which a rank writes nothing.
         clock: seconds, monotonic.
     """
 
     def __init__(self, rank: int, world_size: int, phase: Callable[[], str], timeout_s: float, store: Store | None,
-                 started: Callable[[], bool] = lambda: True, clock: Callable[[], float] = time.monotonic) -> None:
+                 started: Callable[[], bool] = lambda: True, clock: Callable[[], float] = time.monotonic,
+                 silence_s: float = SILENCE_S) -> None:
         if world_size > 1 and store is None:
             raise ValueError(f"a watchdog over {world_size} ranks needs a store (connect_store)")
         self.rank, self.world_size, self.phase = rank, world_size, phase
-        self.timeout_s = timeout_s
+        self.timeout_s, self.silence_s = timeout_s, silence_s
         self._store: Any = store
         self._started, self._clock = started, clock
         self._progress, self._since = ("", 0), clock()
@@ -202,7 +220,7 @@ class Watchdog:
         that came out of a collective, silence for three seconds. Else that rank may just be loading a library."""
         if _of_collective(error, text) and self._failure() is None:
             if (dead := self._dead_peers()) and self._failure() is None:
-                self._publish_dead(dead[0])
+                self._publish_silent(dead[0], _GRACE_S)
         return self._failure()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -217,7 +235,7 @@ class Watchdog:
                 if stuck > self.timeout_s and not self._reporting:
                     self._publish_stuck(stuck)
                 if self._is_silent(self._read(f"beat/{neighbour}")):
-                    self._publish_dead(neighbour)
+                    self._publish_silent(neighbour, self._silence)
                 failure = self._failure()
             except RuntimeError as lost:
                 failure = {"rank": "?", "what": f"-- {_LOST} ({lost})", "phase": "unknown", "stack": ""}
@@ -235,10 +253,11 @@ class Watchdog:
         """Return whether the neighbour, whose newest ``beat`` this is, has been silent for too long."""
         same = beat == self._seen and beat and b"done" not in beat
         self._seen, self._silence = beat, self._silence + BEAT_S if same else 0.0
-        return self._silence >= (START_STALE_S if b"starting" in beat else STALE_S)
+        return self._silence >= (max(START_SILENCE_S, self.silence_s) if b"starting" in beat else self.silence_s)
 
     def _beat(self, count: int, stuck: float) -> None:
-        value = {"count": count, "phase": self.phase(), "seconds": round(stuck)}
+        value: dict[str, Any] = {"count": count, "phase": self.phase(), "seconds": round(stuck)}
+        value |= {"host": socket.gethostname(), "pid": os.getpid()}
         value |= {} if self._started() else {"starting": True}
         self._store.set(f"beat/{self.rank}", json.dumps(value))
 
@@ -260,8 +279,14 @@ class Watchdog:
         if seconds > self.timeout_s + (_GRACE_S if _in_collective(stack) else 0.0):
             self._publish(self.rank, f"made no progress for {seconds:.0f} s", stack)
 
-    def _publish_dead(self, rank: int) -> None:
-        self._publish(rank, "died without a message (killed, crashed, or out of memory)", "")
+    def _publish_silent(self, rank: int, seconds: float) -> None:
+        """Publish that a rank wrote nothing for ``seconds``: it died, stands still, or, on another machine, either."""
+        beat = json.loads(self._read(f"beat/{rank}") or b"{}")
+        if beat.get("host") != socket.gethostname():
+            what = f"was silent for {seconds:.0f} s: it {_DIED}, or it stands still. {_PATIENCE}"
+        else:
+            what = f"{_STANDS}: silent for {seconds:.0f} s. {_PATIENCE}" if _runs(beat["pid"]) else _DIED
+        self._publish(rank, what, "")
 
     def _failure(self) -> dict[str, Any] | None:
         """The earliest failure that any rank published."""

@@ -66,6 +66,15 @@ def _bad_marker(path: Path) -> None:
     (path / MARKER).write_text("{", encoding="utf-8")
 
 
+def _no_object(path: Path) -> None:
+    (path / MARKER).write_text("[1]", encoding="utf-8")
+
+
+def _other_content(path: Path) -> None:
+    content = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    (path / MARKER).write_text(json.dumps(content | {"files": {"global.pt": 3}}), encoding="utf-8")
+
+
 def _lost_file(path: Path) -> None:
     (path / "global.pt").unlink()
 
@@ -82,6 +91,8 @@ def _flipped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm, text", [(_no_marker, "the checkpoint is incomplete"), (_bad_marker, "cannot be read"),
+                                        (_no_object, "it describes no checkpoint"),
+                                        (_other_content, "it gives no sizes of the files"),
                                         (_lost_file, "global.pt is missing"), (_cut, "damaged or cut short"),
                                         (_flipped, "rank_00000.pt is damaged")])
 def test_incomplete_is_skipped_for_the_one_before(harm, text, tmp_path, actor, caplog) -> None:

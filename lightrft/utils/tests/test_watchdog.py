@@ -134,14 +134,37 @@ def test_a_long_phase_that_ticks_is_progress():
     assert watched._stuck() == 60.0
 
 
-@pytest.mark.parametrize("starting, seconds", [(True, 60), (False, 15)])
-def test_before_its_first_step_a_rank_may_be_silent_for_longer(starting, seconds):
+@pytest.mark.parametrize("starting, limit, seconds", [(True, 15, 60), (False, 15, 15), (True, 90, 90), (False, 90, 90)])
+def test_before_its_first_step_a_rank_may_be_silent_for_longer(starting, limit, seconds):
     store = HashStore()
     Watchdog(1, 2, lambda: "loading", 100.0, store, started=lambda: not starting)._beat(1, 0.0)
-    watched, beat = Watchdog(0, 2, lambda: "", 100.0, store), store.get("beat/1")
+    watched, beat = Watchdog(0, 2, lambda: "", 100.0, store, silence_s=limit), store.get("beat/1")
     silent = [watched._is_silent(beat) for _ in range(seconds + 1)]  # the first look hears it
     assert silent == [False] * seconds + [True]
     assert not watched._is_silent(b"another"), "it speaks again"
+
+
+@pytest.mark.parametrize("state, words", [
+    ("stopped", r"stands still \(its process exists: .*\): silent for 15 s. --silence_timeout_s waits for longer"),
+    ("killed", r"died without a message \(killed, crashed, or out of memory\)$"),
+    ("elsewhere", "was silent for 15 s: it died without a message .*, or it stands still. --silence_timeout_s"),
+])  # yapf: disable
+def test_a_silent_rank_is_dead_only_if_its_process_is_gone(state, words, monkeypatch):
+    store, child = HashStore(), subprocess.Popen(["sleep", "100"])
+    with monkeypatch.context() as context:
+        context.setattr(watchdog.os, "getpid", lambda: child.pid)
+        context.setattr(watchdog.socket, "gethostname", lambda name=socket.gethostname(): name +
+                        (state == "elsewhere") * "2")
+        Watchdog(1, 2, lambda: "forward", 100.0, store)._beat(1, 0.0)
+    child.send_signal(signal.SIGKILL if state == "killed" else signal.SIGSTOP)
+    if state == "killed":
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    watched = Watchdog(0, 2, lambda: "", 100.0, store)
+    watched._publish_silent(1, 15.0)
+    child.kill()
+    child.wait()
+    failure = watched._failure()
+    assert failure["rank"] == 1 and failure["phase"] == "forward" and re.match(words, failure["what"]), failure
 
 
 def raised(error, file):
