@@ -192,8 +192,7 @@ def test_no_room_for_a_checkpoint(home: Path, tmp_path: Path) -> None:
     assert "could not save a checkpoint" in run.output and "MiB free)" in run.output, run.output
     assert [row["step"] for row in steps(tmp_path)] == [1, 2, 3, 4]
     assert not list((tmp_path / "run" / "checkpoints").iterdir()), "half a checkpoint was left"
-    failed = run.output.count("could not save a checkpoint")
-    assert failed and f"checkpoints; {failed} could not be written (warnings above)" in run.output, run.output
+    assert f"checkpoints; {run.output.count('could not save a ')} could not be written" in run.output, run.output
 
 
 @pytest.mark.parametrize("ranks,room,aside", [(1, 1.7, 1), (2, 1.7, 1), (2, 1.45, 1), (1, 1.7, 0), (2, 1.45, 0)])
