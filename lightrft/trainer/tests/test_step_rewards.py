@@ -84,7 +84,7 @@ def test_rewards_read_a_prefill_in_the_answer():
     prompt, tokenizer = Prompt("0", [5, 6], "1+1? <think>a", chat), tiny.tokenizer()
     item = reward_input(prompt, "b</think>\\boxed{2}")
     assert (item.prompt, item.response, item.messages) == ("1+1? ", "<think>ab</think>\\boxed{2}", chat[:1])
-    assert format_score(item).score == 1
+    assert format_score(item).value == 1
     sample = Sample(prompt, 0, 0, [5, 6, *tokenizer.encode("b\nok")], [False] * 2 + [True] * 4, [], [], "stop")
     assert on_tokens(sample, [(3, 1.0), (9, 0.5), (12, 0.25)], tokenizer) == [(2, 1.0), (2, 0.5), (5, 0.25)]
 
