@@ -1,10 +1,12 @@
 """Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
+from lightrft.datasets.columns import report_columns
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
 from lightrft.datasets.media_prompts import EncodedPrompt, expand_media, with_media
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
@@ -121,6 +123,7 @@ class PromptsDataset(MixedDataset["Prompt"]):
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
             self._add(str(entry), rows, to_records(rows, cfg), cfg.overlong_prompt, prompt_max_len)
+            report_columns(rows, self._read, "leaves to the rewards" if scored else "leaves alone")
         for suite in cfg.eval_suite if split == "eval" else ():
             rows, records = load_suite(suite, bool(tokenizer.chat_template), cfg.input_template is None)
             self._add(records[0].data_source, rows, records, "error", prompt_max_len)  # a suite is whole
@@ -134,11 +137,7 @@ class PromptsDataset(MixedDataset["Prompt"]):
     def _add(self, entry: str, rows: Rows, records: list[Record], overlong: str, max_len: int) -> None:
         """Tokenize the records of one entry and keep those that fit and whose media can be used."""
         before = len(rows)
-        rows, records = with_media(rows, records, self._renderer.cfg, self._media)
-        workers = self._renderer.cfg.data_workers
-        plain = encode_all(self._renderer, [record.prompt for record in records], workers,
-                           [record.template_kwargs for record in records])
-        prompts = expand_media(records, plain, self._media)
+        rows, records, prompts = self._encoded(rows, records)
         kept = fitting(rows, [len(prompt.ids) for prompt in prompts], max_len, overlong, "--prompt_max_len")
         self._records += [records[i] for i in kept]
         self._uids += [f"{entry}:{rows.number(i) if records[i].row_id is None else records[i].row_id}" for i in kept]
@@ -147,6 +146,20 @@ class PromptsDataset(MixedDataset["Prompt"]):
         self.dropped += before - len(kept)
         if self._scored and records and missing(records[0].reference):
             warn_of_all(no_reference(rows, self._renderer.cfg))
+
+    def _encoded(self, rows: Rows, records: list[Record]) -> tuple[Rows, list[Record], list[EncodedPrompt]]:
+        """Tokenize the records whose media can be used."""
+        rows, records = with_media(rows, records, self._renderer.cfg, self._media)
+        plain = encode_all(self._renderer, [record.prompt for record in records], self._renderer.cfg.data_workers,
+                           [record.template_kwargs for record in records])
+        return rows, records, expand_media(records, plain, self._media)
+
+    def _read(self, rows: Rows) -> list[Any]:
+        """Return what is read of rows, but for the columns that go to the rewards as they are."""
+        cfg = self._renderer.cfg
+        _, records, prompts = self._encoded(rows, to_records(rows, cfg))
+        hard = [] if cfg.difficulty_key is None else [difficulty(row, cfg.difficulty_key, "") for row in rows.rows]
+        return [*zip([replace(record, prompt="", columns={}) for record in records], prompts), *hard]
 
     def _report_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used."""

@@ -2,12 +2,14 @@
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from lightrft.config.schema import DataConfig
 from lightrft.config.sft_schema import SFTDataConfig
+from lightrft.datasets.columns import report_columns
 from lightrft.datasets.conversations import Conversation, encode_all, Encoded
 from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
@@ -209,6 +211,7 @@ class TokenizedDataset(MixedDataset[Item]):
             self._rows += found
             self.sizes.append(len(found))
             self.dropped += len(rows) - len(found)
+            report_columns(rows, partial(self.read, entry), "leaves alone")
         if media is not None:
             media.keep(keys for row in self._rows for keys in self.media_of(row))
         if not self._rows:

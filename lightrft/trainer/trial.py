@@ -15,16 +15,19 @@ from lightrft.config.schema import Config, DataConfig
 from lightrft.config.stages import check_total, steps_of_data
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.config.shared_schema import Tree
+from lightrft.datasets.columns import report_columns
 from lightrft.datasets.decoding import decode
 from lightrft.datasets.loader import check_batch
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
 from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media, plain_marks
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.preview import GIVEN, preview, shown
 from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
 from lightrft.datasets.records import Message, Record, missing, text_of, to_records
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import Rows
+from lightrft.datasets.sft_dataset import Learning, PretrainingDataset
 from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import check_context, media_kinds, read_config
@@ -36,6 +39,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
 from lightrft.rollout.engines import check_rope
 from lightrft.trainer.model_media import open_media
+from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
 Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its file and number
@@ -84,8 +88,10 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
     media = open_media(path, tokenizer, data.as_data_config())
     for split, entries in (("train", train), ("eval", held_out)):
         if entries:
-            rows = len(context.read(local, tokenizer, split, media))
+            examples = context.read(local, tokenizer, split, media)
+            rows = len(examples)
             yield _counted(rows, ", ".join(entries), split)
+            yield from preview(examples[0], tokenizer) if split == "train" else ()
             if split == "train" and entries == data.train_data:
                 yield from _ends_at_its_start(partial(check_batch, config.train.train_batch_size, rows, config.BATCH))
     if media is not None and (first := media.try_first()):
@@ -129,6 +135,12 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
     lines, beside = _on_disk(config.ptx.as_data_config(config.data), "train")
     yield from (*lines, *_ends_at_its_start(partial(_check_start, config, rows["train"], sum(map(len, beside)))))
+    if tokenizer is not None and beside and not lines[:-len(beside)]:
+        ptx = config.ptx.as_data_config(config.data)
+        media = open_media(str(config.model.pretrain), tokenizer, config.data)
+        yield from preview(
+            PretrainingDataset(ptx, tokenizer, config.pretrain_len, media=media,
+                               learning=Learning(whole=config.ptx.pretrain_mode))[0], tokenizer)
     store = None
     if tokenizer is not None and config.reward.reward_pretrain:
         store = open_media(str(config.model.pretrain), tokenizer, config.data)
@@ -195,18 +207,24 @@ def _generated(config: Config, splits: list[str], found: Found, cuda: bool,
     _check_engine(config, most, cuda)
     tokenizer = yield from _tokenizer(str(config.model.pretrain), config.data.chat_template)
     if tokenizer is not None and not most:
-        rows = Counter({split: _tokenized(config, split, tokenizer, scored) or rows[split] for split in splits})
+        for split in splits:
+            prompts = _tokenized(config, split, tokenizer, scored)
+            rows[split] = len(prompts) or rows[split]
+            yield from preview(prompts[0], tokenizer) if prompts and split == splits[0] else ()
+    for _, record in [*found.values()][:1] if tokenizer is not None and most else ():
+        yield "the first prompt, before its media become tokens:"
+        yield from shown(_prompted(record, config, tokenizer)[0], GIVEN)
     return rows, tokenizer
 
 
-def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, scored: bool) -> int:
-    """Make the prompts of a split as the run does, for its errors and warnings; return their number, or 0 if not all
-    their rows are on this machine."""
+def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, scored: bool) -> Sequence[Prompt]:
+    """Make the prompts of a split as the run does, for its errors and warnings; none if not all their rows
+    are on this machine."""
     data, training = config.data, split == "train"
     entries, suites = (data.prompt_data, []) if training else (data.eval_data, data.eval_suite)
     if not [*entries, *suites] or not all(map(is_here, entries)) or not all(parse_suite(one)[1] for one in suites):
-        return 0
-    return len(PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, split, scored=scored))
+        return []
+    return PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, split, scored=scored)
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
@@ -236,11 +254,20 @@ def _read(cfg: DataConfig, split: str, found: Found, model: str | None,
     for rows in parts:
         records = to_records(rows, cfg)
         yield from _opened(rows, [_chat(record.prompt) for record in records], cfg, model, most)
+        if most:  # else the prompts are tokenized, which reports it
+            report_columns(rows, partial(_read_again, cfg, _takes(model)), "leaves to the rewards")
         for i, record in enumerate(records):
             if not missing(record.reference) or i + 1 == len(rows):
                 found.setdefault(rows.where(i), (rows.pick([i]), record))
                 break
     return sum(map(len, parts))
+
+
+def _read_again(cfg: DataConfig, takes: Sequence[str], rows: Rows) -> list[Any]:
+    """Return what a run reads of rows, with the number of their media."""
+    records = to_records(rows, cfg)
+    return [(replace(record, columns={}), count_media(row, cfg, _chat(record.prompt), rows.where(i), takes))
+            for i, (row, record) in enumerate(zip(rows.rows, records))]  # yapf: disable
 
 
 def _chat(prompt: str | list[Message]) -> list[Message]:

@@ -74,6 +74,22 @@ def one_rank_warns(part: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
+@contextmanager
+def silent_logger() -> Iterator[None]:
+    """Log nothing, while something is tried whose messages would be about the trial."""
+    logger, parts = logging.getLogger(_NAME), logging.root.manager.loggerDict
+    loggers = [logger, *(part for name, part in parts.items() if name.startswith(f"{_NAME}.")
+                         and isinstance(part, logging.Logger))]  # yapf: disable
+    before = [each.disabled for each in loggers]
+    for each in loggers:
+        each.disabled = True
+    try:
+        yield
+    finally:
+        for each, was in zip(loggers, before):
+            each.disabled = was
+
+
 def warn_of_all(text: str) -> None:
     """Log, on rank 0 alone, a warning about options or data, which every rank finds."""
     if os.environ.get("RANK", "0") == "0":
