@@ -15,6 +15,8 @@ from lightrft.utils.logging import get_logger, silent_logger
 
 Reader = Callable[[Rows], Any]
 _ANOTHER = 7919  # a value in place of a neutral one, such as a weight of 1, which a reader of the column would notice
+# raised by a reader, a template or a decoder for a row that lacks something or has another kind of value
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError)
 _FIRST = 256  # rows in which columns are looked for
 
 
@@ -106,7 +108,7 @@ class _Reading:
         try:
             with silent_logger():
                 return _comparable(self.read(replace(self.rows.pick([index]), rows=[row])))
-        except Exception:  # whatever a reader, a template or a decoder raises of a row that lacks something
+        except _UNREADABLE:
             return None
 
 
