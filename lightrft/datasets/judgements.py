@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.preferences import is_tie, lacking
-from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
+from lightrft.datasets.records import calls_of, check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
+from lightrft.datasets.template_kwargs import template_kwargs
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -145,7 +146,8 @@ def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = F
            for content in contents if isinstance(content, list) for part in content):  # yapf: disable
         raise DataError(f"{where}: {name} has media inside its messages. Write <image>, <video> or <audio> there, and "
                         "put the media in columns")
-    text = without_end(value if isinstance(value, str) else "\n".join(map(text_of, contents)), ends)
+    shown = [text_of(turn["content"]) + calls_of(turn) for turn in (turns[-1:] if last else turns)]
+    text = without_end(value if isinstance(value, str) else "\n".join(shown), ends)
     if missing(text):
         raise DataError(f"{where}: the row has no {name} (it has {', '.join(row)}). Name its column with --prompt_key, "
                         "--chosen_key or --rejected_key, or remove the row")
@@ -200,10 +202,15 @@ class JudgementDataset(SFTDataset):
     def read(self, entry: int, rows: Rows) -> list[Any]:
         """Write the rows as chats, and read those."""
         chats: list[Row] = []
-        for uid, found in find_judgements(entry, rows, self._cfg, self._seed, self._renderer.ends).items():
+        judgements = find_judgements(entry, rows, self._cfg, self._seed, self._renderer.ends)
+        for i, (uid, found) in enumerate(judgements.items()):
             self._right[uid] = found.right
+            kwargs = template_kwargs(rows.rows[i], True, rows.where(i))
+            if kwargs.pop("tools", None):
+                raise DataError(f"{rows.where(i)}: the row has tools, and a request to a judge is a text without a "
+                                "place for them. Write them in the prompt, and remove the column 'tools'")
             turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
-            chats.append({"messages": turns, **found.media})
+            chats.append({"messages": turns, "chat_template_kwargs": kwargs, **found.media})
         return super().read(entry, replace(rows, rows=chats))
 
     def item(self, index: int) -> JudgedExample:

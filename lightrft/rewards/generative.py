@@ -17,7 +17,7 @@ from lightrft.config.schema import DataConfig, RewardConfig, RolloutConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.judgements import ANSWERS, request, TIE, verdict
 from lightrft.datasets.media import KINDS
-from lightrft.datasets.records import Message, text_of
+from lightrft.datasets.records import calls_of, Message, shown_tools, text_of
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.loader import load_actor
 from lightrft.rewards.base import Outcome, RewardInput
@@ -239,7 +239,8 @@ def _answers_to(item: RewardInput) -> list[str]:
 
 def _text(item: RewardInput) -> str:
     """Return the prompt in the form of a judge's training data: the text of all its turns."""
-    return "\n".join(marked(turn["content"]) for turn in item.messages) or plain(item.prompt)
+    turns = (marked(turn["content"]) + plain(calls_of(turn)) for turn in item.messages)
+    return plain(shown_tools(item.template_kwargs)) * bool(item.messages) + "\n".join(turns) or plain(item.prompt)
 
 
 def _too_long(judge: GenerativeReward) -> Outcome:

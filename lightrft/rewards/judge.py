@@ -9,6 +9,7 @@ import requests
 
 from lightrft.config.engines import native_arguments
 from lightrft.config.schema import RewardConfig
+from lightrft.datasets.records import calls_of, shown_tools
 from lightrft.rewards.base import Outcome, RewardInput, REWARDS
 from lightrft.rewards.remote import post, RemoteReward, RequestFailed
 from lightrft.utils.errors import UserError
@@ -48,7 +49,8 @@ class JudgeForm:
         Args:
             said: returns the text of the content of a message.
         """
-        asked = "\n\n".join(f"{turn['role']}: {said(turn['content'])}" for turn in item.messages) or item.prompt
+        turns = (f"{turn['role']}: {said(turn['content'])}{calls_of(turn)}" for turn in item.messages)
+        asked = shown_tools(item.template_kwargs) * bool(item.messages) + "\n\n".join(turns) or item.prompt
         values = item.columns | {
             "prompt": asked, "response": item.response, "reference":
             "" if item.reference is None else item.reference

@@ -200,6 +200,10 @@ def ask_server(session: requests.Session, url: str, batch: list[RewardInput], li
     }
     if any(item.messages for item in batch):
         body["messages"] = [_chat(item) for item in batch]
+    if any(item.template_kwargs for item in batch):
+        body["tools"] = [item.template_kwargs.get("tools") for item in batch]
+        body["chat_template_kwargs"] = [{name: value for name, value in item.template_kwargs.items() if name != "tools"}
+                                        for item in batch]  # yapf: disable
     answer = post(session, url, body, limit_s)
     if not isinstance(answer, dict) or not {"rewards", "scores"} & answer.keys():
         raise RequestFailed("wrong_json", f"{url}: expected {{\"rewards\": [...]}}, got {str(answer)[:300]}")
@@ -208,7 +212,7 @@ def ask_server(session: requests.Session, url: str, batch: list[RewardInput], li
 
 def _chat(item: RewardInput) -> list[dict[str, Any]]:
     """Return the prompt as a chat, for servers that render it themselves; of media only the kinds."""
-    return [{"role": turn["role"], "content": content if isinstance(content, str) else
+    return [{**turn, "content": content if isinstance(content, str) else
              [{key: part[key] for key in ("type", "text") if key in part} for part in content or []]}
             for turn in item.messages for content in [turn.get("content")]]  # yapf: disable
 

@@ -1,15 +1,17 @@
 """Requests to a reward server and its answers, in the forms of OpenRLHF, LightRFT and verl. Texts only, never code."""
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrft.datasets.rendering import without_end
-from lightrft.datasets.rows import lone_surrogate
+from lightrft.datasets.rows import DataError, lone_surrogate
+from lightrft.datasets.template_kwargs import template_kwargs
 from lightrft.rewards.base import RewardInput, Score
 
 Body = dict[str, Any]
 MEDIA = ("images", "videos", "audios")  # fields of other clients
+_OF_TURNS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 class BadRequest(ValueError):
@@ -38,7 +40,7 @@ class Reader:
         """Read ``{"query" or "queries": [...], "prompts": [...], "messages": [...]}``; the last two may be missing.
 
         A query is prompt + response. ``messages`` has the prompts as chats (lists of turns, or null), which a model
-        renders by its own template; texts are read as they are.
+        renders by its own template, with ``tools`` and ``chat_template_kwargs`` of each; texts are read as they are.
         """
         for name in MEDIA:
             if _holds(body.get(name)):
@@ -49,7 +51,8 @@ class Reader:
         if body.get("prompts"):
             prompts = self._texts(body, "prompts", len(queries))
         chats = _column(body, "messages", len(queries)) if body.get("messages") else [None] * len(queries)
-        return [self._input(i, *row) for i, row in enumerate(zip(queries, prompts, chats))]
+        inputs = [self._input(i, *row) for i, row in enumerate(zip(queries, prompts, chats))]
+        return [replace(one, template_kwargs=kwargs) for one, kwargs in zip(inputs, _kwargs(body, len(inputs)))]
 
     def inputs(self, body: Body) -> list[RewardInput]:
         """Read ``{"input": "..." or [...]}``: whole texts, as verl sends them."""
@@ -124,7 +127,17 @@ def _turns(chat: Any, index: int) -> list[dict[str, Any]]:
             raise BadRequest(f"messages[{index}]: expected turns {{\"role\": TEXT, \"content\": TEXT}}, got "
                              f"{str(turn):.100}; a reward model behind a server reads text only")
     _check_whole(chat, f"messages[{index}]")
-    return [{"role": turn["role"], "content": turn["content"]} for turn in chat or []]
+    return [{name: turn[name] for name in _OF_TURNS if turn.get(name) is not None} for turn in chat or []]
+
+
+def _kwargs(body: Body, size: int) -> list[dict[str, Any]]:
+    """Read the keyword arguments of the chat template: ``tools`` and ``chat_template_kwargs``, an entry per text."""
+    names = [name for name in ("tools", "chat_template_kwargs") if body.get(name)]
+    columns = {name: _column(body, name, size) for name in names}
+    try:
+        return [template_kwargs({name: columns[name][i] for name in names}, True, f"text {i}") for i in range(size)]
+    except DataError as error:
+        raise BadRequest(str(error)) from error
 
 
 def _check_whole(value: Any, name: str) -> None:

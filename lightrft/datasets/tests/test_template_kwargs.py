@@ -5,15 +5,19 @@ import pytest
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.preference_schema import JudgedDataConfig
-from lightrft.config.rm_schema import StepDataConfig
-from lightrft.config.schema import DataConfig
+from lightrft.config.rm_schema import JudgeDataConfig, StepDataConfig
+from lightrft.config.schema import DataConfig, RewardConfig
 from lightrft.datasets.judged import JudgedDataset
+from lightrft.datasets.judgements import JudgementDataset
 from lightrft.datasets.preferences import PairDataset
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.steps import StepDataset
 from lightrft.datasets.template_kwargs import template_kwargs
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.judge import JudgeForm
+from lightrft.rewards.reward_requests import BadRequest, Reader
 from lightrft.tests.support import field
 
 TOKENIZER = field.field_tokenizer()
@@ -107,3 +111,26 @@ def test_no_tools(empty):
     bare = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     assert template_kwargs({"tools": empty, "functions": functions}, True,
                            "") == {"tools": [{"type": "function", "function": bare}]}
+
+
+def test_requests_to_a_judge_have_variables_and_no_tools():
+    row = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "enable_thinking": True}
+    for more, told in (({}, None), ({"tools": [SCHEMA]}, "row 1: the row has tools, and a request to a judge")):
+        cfg = JudgeDataConfig(train_data=[hold_rows([row | more])], max_len=900)
+        if told is None:
+            assert len(JudgementDataset(cfg, TOKENIZER)) == 1
+            continue
+        with pytest.raises(DataError, match=told):
+            JudgementDataset(cfg, TOKENIZER)
+
+
+def test_a_server_renders_with_the_tools_of_each_text():
+    item = RewardInput("P", "R", [ASKED, SAID | {"tool_calls": [{"function": {"name": "f"}}]}],
+                       template_kwargs={"tools": [SCHEMA], "enable_thinking": False})
+    body = {"query": ["PR"], "prompts": ["P"], "messages": [item.messages], "tools": [[SCHEMA]],
+            "chat_template_kwargs": [{"enable_thinking": False}]}  # yapf: disable
+    (found, ) = Reader((), 4).queries(body)
+    assert (found.messages, found.template_kwargs) == (item.messages, item.template_kwargs)
+    assert JudgeForm(RewardConfig()).prompt(item).count("get_weather") == 1, "the judge is told of the tools"
+    with pytest.raises(BadRequest, match="text 0: the column 'tools'"):
+        Reader((), 4).queries(body | {"tools": [[3]]})
