@@ -167,12 +167,14 @@ def _cut_lengths(small: Any) -> None:
 
 def _size(config: PretrainedConfig) -> int:
     with torch.device("meta"):
-        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        return sum(weight.numel()
+                   for weight in AutoModelForCausalLM.from_config(config, trust_remote_code=False).parameters())
 
 
 def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Build a model with sharp weights, so that a wrong position shows."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention,
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False,
+                                                              attn_implementation=attention,
                                                               dtype=torch.float32).eval()
     for weight in model.parameters():
         if weight.ndim > 1:
