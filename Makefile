@@ -1,4 +1,4 @@
-# make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | chain | oracles | peers | gpu | gpu-reduced
+# make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | chain | newest | oracles | peers | gpu | gpu-reduced
 #      format | fcheck | docs | docs-live | dbuild | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
@@ -19,7 +19,7 @@ ENGINE ?= vllm
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain newest oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -59,6 +59,14 @@ chain: $(DEV)
 	$(BIN)/python -W ignore benchmarks/preference_chain.py --seeds 1 $(ARGS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m whole --durations 5 \
 	  lightrft/tests/test_quickstart_vl.py lightrft/tests/test_examples.py lightrft/rollout/tests/test_vllm_ranks.py
+
+# The newest transformers, in a folder of its own before the rest, and the suite without engines, which hold it back.
+# Releases of torch without a build for CPUs cannot be tried here.
+newest: $(DEV)
+	rm -rf $(VENV)/newest
+	$(PIP) --no-deps --target $(VENV)/newest transformers huggingface_hub tokenizers
+	PYTHONPATH="$(abspath $(VENV)/newest):$(CURDIR):$$PYTHONPATH" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	  $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not engine and not whole" $(ARGS)
 
 oracles: $(VENV)/oracles/.installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -W ignore benchmarks/oracles.py $(ARGS)

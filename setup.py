@@ -11,15 +11,15 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightrft" / "__init__.py").read_text(encoding="utf-8"))
 
 CORE = [
-    "torch>=2.11,<2.15", "transformers>=5.17,<5.20", "tokenizers>=0.22,<0.24", "safetensors>=0.5,<0.9",
+    "torch>=2.11,<2.15", "transformers>=5.17,<5.25", "tokenizers>=0.22,<0.24", "safetensors>=0.5,<0.9",
     "accelerate>=1.10,<1.16", "peft>=0.18,<0.22", "datasets>=4.0,<6", "math-verify>=0.8,<0.10", "numpy>=2.0,<2.5",
     "pyarrow>=19,<27", "matplotlib>=3.8,<4", "tensorboard>=2.18,<3", "tqdm>=4.66,<5", "rich>=13,<16", "pyyaml>=6.0,<7",
     "jinja2>=3.1,<4", "requests>=2.31,<3", "cloudpickle>=3.0,<4", "pandas>=2.2,<4"
 ]
 EXTRAS = {
     # It pins torch 2.13. An older cuda-python, which the resolver may take, has files of cuda-bindings.
-    "vllm": ["vllm>=0.32,<0.33", "cuda-python>=13,<14; sys_platform == 'linux'"],
-    "sglang": ["sglang>=0.5.23,<0.5.24"],  # pins torch 2.14
+    "vllm": ["vllm>=0.32,<0.33", "transformers<5.20", "cuda-python>=13,<14; sys_platform == 'linux'"],
+    "sglang": ["sglang>=0.5.23,<0.5.24", "transformers<5.20"],  # pins torch 2.14
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "liger": ["liger-kernel>=0.8,<0.9"],
     "flash-attn": ["flash-attn>=2.6,<3"],  # built against the torch that is installed; no test here has a GPU for it

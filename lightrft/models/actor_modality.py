@@ -22,8 +22,8 @@ from lightrft.models.attention import PACKED, PackedLayout
 from lightrft.models.media_features import FeatureCache, keys_of, MediaPlaces
 from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
                                     least_placed, of_frames, of_grids, of_omni_sounds, of_pictures, of_qwen2_audio,
-                                    of_several, of_tiles, of_levels, of_windows, part_of, per_layer_inputs, pooled,
-                                    rope_of_grids, rope_of_omni, Tower, video_of_frames)
+                                    of_several, of_tile_rows, of_tiles, of_levels, of_windows, part_of,
+                                    per_layer_inputs, pooled, rope_of_grids, rope_of_omni, Tower, video_of_frames)
 from lightrft.ops.logprobs import full_logits
 from lightrft.ops.segment import expand
 from lightrft.types import Experience, MediaSource, MediaTensors
@@ -332,8 +332,7 @@ _TILES = Tower("image_token_id", ("pixel_values", ), merge=torch.cat,
                per_token=lambda config: round(config.downsample_ratio**-2))
 _STILLS = replace(_TILES, reads=("pixel_values_videos", ), dim=1, features=of_tiles)
 _TILE_ROW = Tower("image_token_id", ("pixel_values", "pixel_attention_mask"), "model.vision_model.", 1, merge=torch.cat,
-                  per_token=lambda config: config.scale_factor**2)
-_FRAME_ROW = replace(_TILE_ROW, features=of_pictures)
+                  per_token=lambda config: config.scale_factor**2, features=of_tile_rows)
 _SOUND = Tower("audio_token_id", ("input_features", "feature_attention_mask"), "model.audio_tower.",
                per_token=lambda config: 2)
 _OMNI_SOUND = replace(_SOUND, path="audio_tower.", features=of_omni_sounds, least=least_frames)
@@ -372,6 +371,6 @@ FAMILIES = {
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
-    "smolvlm": Family({"image": _TILE_ROW, "video": _FRAME_ROW}),
+    "smolvlm": Family({"image": _TILE_ROW, "video": _TILE_ROW}),
     "voxtral": Family({"audio": _WINDOWS}),
 }

@@ -117,8 +117,19 @@ def of_frames(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
 
 
 def of_pictures(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
-    """Features of frames of videos, which SmolVLM and Gemma-4 see as pictures."""
+    """Features of frames of videos, which Gemma-4 sees as pictures."""
     return Features(list(hf.get_image_features(*_placed(hf, tensors).values(), return_dict=True).pooler_output))
+
+
+def of_tile_rows(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
+    """Features of tiles of pictures, and of frames, which Idefics3 and SmolVLM see as pictures. In transformers 5.24
+    those of all tiles of a row are one tensor."""
+    out = hf.get_image_features(*_placed(hf, tensors).values(), return_dict=True).pooler_output
+    if isinstance(out, Tensor):
+        return Features(list(out))
+    vision = hf.config.vision_config
+    tokens = (vision.image_size // vision.patch_size // hf.config.scale_factor)**2  # of a tile
+    return Features(list(torch.cat(list(out)).split(tokens)))
 
 
 def of_tiles(hf: Any, tower: Any, kind: str, tensors: Tensors) -> Features:
