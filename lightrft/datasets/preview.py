@@ -45,7 +45,7 @@ def _preview_steps(row: StepExample, tokenizer: Tokenizer) -> Iterator[str]:
 
 @preview.register
 def _preview_pair(row: Pair, tokenizer: Tokenizer) -> Iterator[str]:
-    about = [f"margin {row.margin:g}"] * (row.margin is not None) + ["a tie"] * row.tie
+    about = ([] if row.margin is None else [f"margin {row.margin:g}"]) + ["a tie"] * row.tie
     about += [f"{name} {probability:g}" for name, probability in row.heads.items()]
     yield from _sequence(row.chosen, ", ".join(["the first row, chosen", *about]), tokenizer)
     yield from _sequence(row.rejected, "the first row, rejected", tokenizer)

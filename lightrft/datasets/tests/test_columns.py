@@ -119,12 +119,14 @@ def test_the_first_row_is_shown_with_what_is_learnt(tokenizer):
 
 @pytest.mark.parametrize("kind,heads,learnt", [
     ("pairs", ["the first row, chosen, margin 0.5", "the first row, rejected"], ["2<|im_end|>", "3<|im_end|>"]),
+    ("ties", ["the first row, chosen, a tie, style 0.5", "the first row, rejected"], ["2<|im_end|>", "3<|im_end|>"]),
     ("kto", ["the first row, desirable"], ["2<|im_end|>"]),
     ("prm", ["the first row, with the labels 1, 0"], ["#", "#"]),
     ("prompts", ["the first prompt, "], []),
 ])  # yapf: disable
 def test_every_kind_of_row_is_shown(kind, heads, learnt, tokenizer):
-    make, row, _ = CASES[kind]
+    ties = (pairs, PAIR | {"margin": None, "tie": True, "heads": {"style": "tie"}}, [])
+    make, row, _ = (CASES | {"ties": ties})[kind]
     lines = [*preview(make([row], tokenizer)[0], tokenizer)]
     found = [line for line in lines if not line.startswith("  ")]
     assert len(found) == len(heads) and all(line.startswith(head) for line, head in zip(found, heads))

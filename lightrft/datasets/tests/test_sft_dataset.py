@@ -117,7 +117,7 @@ def test_template_that_leaves_out_earlier_answers(build, capsys):
     assert [learnt(example, tokenizer) for example in examples] == [["assistant:4<|im_end|>"]] * 2
     assert capsys.readouterr().err.count("writes turn 3 of a chat of 5 differently") == 1
     build([{"messages": MESSAGES[1:3]}], tokenizer=tokenizer)
-    assert capsys.readouterr().err == ""
+    assert "WARNING" not in capsys.readouterr().err
 
 
 def test_template_without_answers(build):
