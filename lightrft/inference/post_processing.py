@@ -40,7 +40,7 @@ def rejection_sampling(rows: list[Row], counts: Counts, keep_truncated: bool = F
     for group in _groups(whole, counts):
         chosen = max(group, key=lambda row: row["reward"])  # the first of equals
         counts["ties for the best response"] += sum(row["reward"] == chosen["reward"] for row in group) > 1
-        kept = {name: chosen[name] for name in ("output", "reward", "finish_reason") if name in chosen}
+        kept: Row = {name: chosen[name] for name in ("output", "reward", "finish_reason") if name in chosen}
         best.append(_of_input(chosen, kept))
     return best
 

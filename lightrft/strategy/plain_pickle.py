@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from numpy._core import multiarray
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
@@ -84,7 +85,7 @@ def load_plain(file: Any, mmap: bool | None = None, **kwargs: Any) -> Any:
 
 # of columns of rows, which unfinished groups carry with them
 _VALUES: list[Any] = [
-    np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.ndarray, np.dtype,
+    multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype,
     *map(type, map(np.dtype, "?bBhHiIlLqQefdgFDGSUVOMm")), datetime.datetime, datetime.date, datetime.time,
     datetime.timedelta, datetime.timezone, Decimal, deque, defaultdict
 ]

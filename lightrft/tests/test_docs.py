@@ -114,7 +114,7 @@ def test_the_sample_rows_with_media_are_understood(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(b"encoded")
     kinds = []
-    for row in [json.loads(text) for text in code_blocks("data.md", "json")][4:]:
+    for row in [json.loads(text) for text in code_blocks("data.md", "json")][-3:]:
         chat = records.to_record(row, DataConfig(), "row").prompt
         (turn, ), media = find_row_media(row, MediaConfig(), chat, MediaRules(root=tmp_path), "row")
         assert [part["type"] for part in turn["content"]] == [media[0].kind, "text"] and len(media) == 1
@@ -175,7 +175,8 @@ def test_the_reward_files_of_the_docs_score(tmp_path):
         for batch in (rows, chats):
             outcomes = list(scorer(batch))
             assert [outcome.value for outcome in outcomes] == [1.0, 0.0], name
-        extra = {"reward_func": {"length": 9.0}, "compute_score": {"boxed": 1.0}, "completions": {}}
+        extra = {"reward_func": {"length": 9.0}, "compute_score": {"boxed": 1.0},
+                 "compute_scores": {}, "completions": {}}  # yapf: disable
         assert outcomes[0].extra == extra[message[-1]]
     assert message == list(SIGNATURES)
 

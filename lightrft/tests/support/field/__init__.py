@@ -28,7 +28,7 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 </think>
 
 {% endif %}{% endif %}"""
-"""Chats with tools, calls of them, and thoughts that a keyword of the template leaves empty. Only texts are contents."""
+"""Chats with tools, calls of them, and thoughts that a keyword leaves empty. Only texts are contents."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
