@@ -41,6 +41,8 @@ ELSEWHERE = {
     ("docs/contributing.md", "python", ""): "tests/test_contributing.py",
     ("docs/contributing.md", "diff", ""): "tests/test_contributing.py",
     ("docs/contributing.md", "bash", "python"): "tests/test_contributing.py",
+    ("docs/contributing.md", "markdown", ""): "tests/test_contributing.py",
+    ("docs/data.md", "text", "data: "): "datasets/tests/test_columns.py",
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
     ("docs/preferences.md", "json", ""): "trainer/offline/tests/test_dpo_trainer.py",
@@ -79,6 +81,11 @@ def trained(command: str, place: Workplace) -> None:
         print(place.shell(command))
     else:
         program.plan()
+
+
+def swept(command: str, place: Workplace) -> None:
+    """The sweep of families, over one that trains and one that is refused."""
+    assert re.search(r"`llama` \| equal .*\n\| `falcon` \| refused", place.shell(f"{command} llama falcon"))
 
 
 def talked(command: str, place: Workplace) -> None:
@@ -162,6 +169,7 @@ RULES: dict[str, Callable[[str, Workplace], None]] = {
     OWN + r"doctor\b": examined,
     OWN + r"(export|report) ": exported,
     r"python examples/\S+\.py ": ran,
+    r"python -m benchmarks\.families": swept,
     r"(\w+=\S* )*bash examples/\S+\.sh": started,
     r"make [a-z-]+": made,
     r"pip install ": installed,

@@ -1,5 +1,7 @@
 """The columns and the keys of turns that are reported as read are those that readers use; the first row is shown."""
 import logging
+import re
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,15 @@ def test_each_source_says_what_it_reads_and_leaves(kind, tokenizer, reported):
     make, row, lines = CASES[kind]
     make([row | OTHER], tokenizer)
     assert reported() == lines
+
+
+def test_the_example_of_the_docs_is_what_is_said(tokenizer, reported):
+    page = Path(__file__).parents[3] / "docs" / "data.md"
+    if not page.exists():
+        pytest.skip("installed without its repository")
+    data = sft([{"messages": ASKED + SAID, "answer": "2"}], tokenizer)
+    lines = [f"data: rows.jsonl: {line}" for line in reported()] + [*preview(data[0], tokenizer)]
+    assert re.findall(r"```text\n(data: .*?)\n```", page.read_text(), re.DOTALL) == ["\n".join(lines)]
 
 
 def test_options_that_name_columns_are_seen(tokenizer, reported):

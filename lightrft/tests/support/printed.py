@@ -53,12 +53,12 @@ def pages() -> list[str]:
 
 def blocks(page: str, text: str) -> Iterator[Block]:
     """Yield the blocks of a page in their order."""
-    lines, language, start, before = text.splitlines(), None, 0, ""
+    lines, language, start, before, opening = text.splitlines(), None, 0, "", ""
     for number, line in enumerate(lines, 1):
         fence = re.match(r"\s*(```+|~~~+)(.*)", line)
         if fence and language is None:
-            language, start = fence[2].strip(), number
-        elif fence and not fence[2]:
+            opening, language, start = fence[1], fence[2].strip(), number
+        elif fence and not fence[2] and fence[1].startswith(opening):  # a longer fence holds shorter ones
             yield Block(page, start, language or "", "".join(each + "\n" for each in lines[start:number - 1]))
             language = None
         elif language is None and line.startswith("    ") and not before.strip():

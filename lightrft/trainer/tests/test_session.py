@@ -192,7 +192,7 @@ def test_a_dry_run_reads_rows_as_its_trainer_does(home, tmp_path, capsys, no_str
             OFFLINE[name].main([*flags(options | {"eval_data": tmp_path / f"{held_out}.jsonl"}), "--dry_run"])
         said = capsys.readouterr()
         assert error.value.code == code and told in said.out + said.err, said
-        assert "learning_rate" in said.out and "data: org/name is read from the hub when the run starts" in said.out
+        assert code or "learning_rate" in said.out and "data: org/name is read from the hub when the run" in said.out
 
 
 def test_a_reference_with_other_tokens_is_refused(home, tmp_path, capsys):
@@ -213,7 +213,9 @@ def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, n
     """As reinforcement learning is: a table, a verdict, and an error with the remedy for what does not fit."""
     sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152064}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen2", "num_attention_heads": 28}))
-    sft = ["--pretrain", str(tmp_path), "--train_data", str(home / "train.jsonl"), "--dry_run", "--plan_gpus"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 8)
+    sft = ["--pretrain", str(tmp_path), "--train_data", str(tmp_path / "rows.jsonl"), "--train_batch_size", "8",
+           "--dry_run", "--plan_gpus"]  # yapf: disable
     for gpus, code in (("8xH100", 0), ("1xH100", 2)):
         with pytest.raises(SystemExit) as error:
             train_sft.main([*sft, gpus])
@@ -224,10 +226,11 @@ def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, n
     assert "the run does not fit" in said.err and re.search("--.* brings it to ", said.err), said.err
 
 
-@pytest.mark.parametrize("options,told", [({"train_batch_size": 3}, "--train_batch_size 3"),
-                                          ({"advantage_estimator": "grop"}, "did you mean"),
-                                          ({"pretrain": "/nowhere/at/all"}, "no such folder"),
-                                          ({"n_samples_per_prompt": 1}, "compares responses of one prompt")])
+@pytest.mark.parametrize("options,told",
+                         [({"train_batch_size": 3}, "--train_batch_size 3"),
+                          ({"advantage_estimator": "grop"}, "did you mean"),
+                          ({"pretrain": "/nowhere/at/all"}, "no such folder"),
+                          ({"n_samples_per_prompt": 1, "train_batch_size": 4}, "compares responses of one prompt")])
 def test_an_impossible_configuration_exits_with_2(home, tmp_path, capsys, no_strategy, options, told):
     with pytest.raises(SystemExit) as error:
         train.main(words(home, tmp_path / "run", **options))
@@ -237,7 +240,9 @@ def test_an_impossible_configuration_exits_with_2(home, tmp_path, capsys, no_str
 @pytest.mark.parametrize("name,options", [("rl", {"prompt_max_len": 600, "generate_max_len": 12}),
                                           ("sft", {"max_len": 600})])
 def test_lengths_beyond_the_context_end_in_one_line(home, tmp_path, capsys, name, options):
-    sft = [f"--pretrain={home}/model", f"--train_data={home}/train.jsonl", f"--save_path={tmp_path}", "--max_len=600"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}')
+    sft = [f"--pretrain={home}/model", f"--train_data={tmp_path}/rows.jsonl", f"--save_path={tmp_path}",
+           "--max_len=600", "--train_batch_size=1"]  # yapf: disable
     with pytest.raises(SystemExit) as error:
         train.main(words(home, tmp_path, **options)) if name == "rl" else train_sft.main(sft)
     told = capsys.readouterr().err
