@@ -9,7 +9,6 @@ import requests
 
 from lightrft.config.engines import native_arguments
 from lightrft.config.schema import RewardConfig
-from lightrft.datasets.records import calls_of, shown_tools
 from lightrft.rewards.base import Outcome, RewardInput, REWARDS
 from lightrft.rewards.remote import post, RemoteReward, RequestFailed
 from lightrft.utils.errors import UserError
@@ -49,6 +48,7 @@ class JudgeForm:
         Args:
             said: returns the text of the content of a message.
         """
+        from lightrft.datasets.records import calls_of, shown_tools  # here: reward workers import no numpy
         turns = (f"{turn['role']}: {said(turn['content'])}{calls_of(turn)}" for turn in item.messages)
         asked = shown_tools(item.template_kwargs) * bool(item.messages) + "\n\n".join(turns) or item.prompt
         values = item.columns | {

@@ -133,7 +133,7 @@ def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
     (lambda: declared("fsdp"), "there is an option --fsdp already"),
     (lambda: declared(line=0.5), r"mine: declare it with option\(default, help\)"),
     (lambda: declared(line=option(0.5, "my number")), "a number needs its interval"),
-    (lambda: declared(annotation=dict), "nearest valid: bool, int, float, str"),
+    (lambda: declared(annotation=set), "nearest valid: bool, int, float, str"),
     (lambda: declared(annotation=list[str], line=option("a", "names")), "the default of a list is a list"),
     (lambda: declared(annotation=tuple[str], line=option("a", "names")), "nearest valid: bool, int, float, str"),
     (lambda: declared(line=number(within="0..1")), "within='0..1' is not an interval; write it as"),

@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT / "examples")]
 import rounds  # noqa: E402
 
 SLOW = tiny_task.REWARD.replace("    letters =", "    import time; time.sleep(0.05)\n    letters =")
+GENERATE = "--engine_kv_mib 4"
 RECORDER = '#!/bin/sh\nprintf "%s\\0" "$@" > "$WORDS"\n'
 
 
@@ -44,8 +45,9 @@ class Loop:
         self.home, self.out, self.ran, self.logs = home, folder / "out", [], []
         self.words = self.of_script(script, {"OUT": self.out, "MODEL": home / "model", "DATA": home, "PROMPTS": 8,
                                              "N_SAMPLES": 3, "SCORE": home / "slow.py", "GENERATE_MAX_LEN": 8,
-                                             "TBS": 4, "SAVE_STEPS": 1, "GENERATE_ARGS": "--engine_kv_mib 4",
-                                             "EVAL_ARGS": "--engine_kv_mib 4", **variables})  # yapf: disable
+                                             "TBS": 4, "SAVE_STEPS": 1, "GENERATE_ARGS": GENERATE,
+                                             "EVAL_ARGS": "--engine_kv_mib 4 --accuracy_part compute_score",
+                                             **variables})  # yapf: disable
         patch.setattr(rounds, "run", self.run)
 
     def of_script(self, script, variables):
@@ -82,7 +84,7 @@ class Loop:
 
 def test_raft_goes_on_in_the_round_that_was_killed(home, tmp_path, monkeypatch, capsys):
     """Killed while it generates, and again while it trains; nothing is generated or learnt twice."""
-    loop = Loop(home, tmp_path, "raft", monkeypatch, EPOCHS=4)
+    loop = Loop(home, tmp_path, "raft", monkeypatch, EPOCHS=4, GENERATE_ARGS=f"{GENERATE} --keep_truncated")
     with pytest.raises(SystemExit) as killed:
         loop.call(lambda words: loop.count("round_2/rows.jsonl.parts/rank_00000.jsonl") >= 2)
     done, generated = loop.ran[:], loop.count("round_2/rows.jsonl.parts/rank_00000.jsonl")

@@ -201,7 +201,7 @@ def test_a_finished_run_whose_output_was_not_written_generates_nothing(home, tmp
     with pytest.raises(UserError, match="no row is left of 12 responses .6 prompts without a pair: equal rewards"):
         run(home, tmp_path, post_processor="iter_dpo", **given)
     monkeypatch.setattr(batch.LoadedModel, "start", lambda self: pytest.fail("the engine is started"))
-    assert len(run(home, tmp_path, post_processor="rs", **given).rows) == 6
+    assert len(run(home, tmp_path, post_processor="rs", keep_truncated=True, **given).rows) == 6
 
 
 def test_responses_whose_server_did_not_answer_are_scored_again(home, tmp_path, monkeypatch):
@@ -219,7 +219,7 @@ def test_responses_whose_server_did_not_answer_are_scored_again(home, tmp_path, 
         run(home, tmp_path, **given)
     monkeypatch.setattr(batch.LoadedModel, "start", lambda self: pytest.fail("the engine is started"))
     with pytest.raises(UserError, match=f"no row is left of 12 responses .12 unscored.* {folder} keeps the responses"):
-        run(home, tmp_path, post_processor="rs", **given)
+        run(home, tmp_path, post_processor="rs", keep_truncated=True, **given)
     first = read_lines(tmp_path / "out.jsonl")
     up.append(True)
     found = run(home, tmp_path, **given)

@@ -2,9 +2,11 @@
 import shutil
 
 import pytest
+from transformers import AutoConfig
 
 from lightrft.config.schema import Config
 from lightrft.models import actor_language
+from lightrft.models.packing_check import packing_fault
 from lightrft.ops.rounding import RunArithmetic
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import field, runs, tiny
@@ -115,6 +117,7 @@ def test_samples_that_leave_the_loss_change_no_row(name, home, tmp_path, monkeyp
     if name.endswith("wide"):
         home = runs.write_home(tmp_path / "home")
         tiny.save_model(home / "model", num_hidden_layers=1, hidden_size=896, initializer_range=0.05)
+    packing_fault(AutoConfig.from_pretrained(home / "model"))  # the check at load has passes too; its answer is kept
     rows, fused = [], actor_language.chunked_logprobs
     monkeypatch.setattr(actor_language, "chunked_logprobs",
                         lambda hidden, *args, **more: rows.append(len(hidden)) or fused(hidden, *args, **more))

@@ -228,6 +228,7 @@ def test_rows_of_a_split_are_rendered_with_their_options(home):
     ({"apply_chat_template": True}, "--apply_chat_template: has no effect"),
 ])  # yapf: disable
 def test_options_that_hide_a_candidate_or_do_nothing_are_refused(home, capsys, option, said):
+    given = {"pretrain": home / "model", "train_data": home / "all.jsonl", "train_batch_size": 4, **option}
     with pytest.raises(SystemExit) as done:
-        main(launch.flags({"pretrain": home / "model", "train_data": home / "all.jsonl", **option}))
+        main(launch.flags(given))
     assert done.value.code == 2 and said in capsys.readouterr().err
