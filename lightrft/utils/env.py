@@ -149,11 +149,18 @@ def set_threads(local_world_size: int) -> int:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory so far, in GiB: allocated tensors on CUDA, resident memory of the process on CPU."""
+    """Peak memory so far, in GiB: allocated tensors on CUDA, resident memory of the process on CPU.
+
+    On Linux ``ru_maxrss`` is no measure of it: a process that a larger one starts inherits the peak of that one.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024 / _GIB
+    except (OSError, StopIteration):  # not Linux
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB, on macOS in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
 
 
 def used_memory_gib(device: torch.device) -> float:

@@ -61,7 +61,7 @@ def test_tensors_are_read_beside_objects_that_are_not(tmp_path, ran, protocol):
 
 def test_functions_by_dotted_names_are_not_found(ran):
     for data in (b"cposix\nsystem\n(S'touch %s'\ntR." % str(ran).encode(),
-                 b"\x80\x04\x8c\x05torch\x8c\x0bhub.os.mkdir\x93\x8c\x04%s\x85R." % str(ran).encode()[-4:],
+                 b"\x80\x04\x8c\x05torch\x8c\x0chub.os.mkdir\x93\x8c\x04%s\x85R." % str(ran).encode()[-4:],
                  b"cbuiltins\neval\n(S'open(\"%s\", \"w\")'\ntR." % str(ran).encode()):
         PlainUnpickler(BytesIO(data)).load()
 

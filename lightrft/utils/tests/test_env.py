@@ -91,7 +91,7 @@ from lightrft.utils.env import peak_memory_gib, total_memory, used_memory_gib
 cpu = torch.device("cpu")
 before = peak_memory_gib(cpu)
 block = torch.ones(256 << 20)  # 1 GiB, touched
-assert 1 < peak_memory_gib(cpu) < 1.1 + before and 0.05 < before < 5, (before, peak_memory_gib(cpu))
+assert 1 < peak_memory_gib(cpu) < 1.1 + before and 0.05 < before < 1.5, (before, peak_memory_gib(cpu))
 assert 1 < used_memory_gib(cpu) <= peak_memory_gib(cpu) + 0.01, used_memory_gib(cpu)
 del block
 assert used_memory_gib(cpu) < peak_memory_gib(cpu) - 0.9, used_memory_gib(cpu)
@@ -101,7 +101,9 @@ assert block.nbytes < total_memory(cpu) < (1 << 45), total_memory(cpu)
 
 
 def test_memory_is_that_of_this_process():
+    larger = bytearray(2 << 30)  # a process that starts another one hands its ru_maxrss on
     subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=60)
+    assert len(larger) == 2 << 30
 
 
 @pytest.mark.gpu
