@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightrft.ops.divergence import divergence
-from lightrft.ops.preference import kto, kto_kl, pair_loss, PAIR_LOSSES, Pairs
+from lightrft.ops.preference import kto, kto_kl, pair_loss, PAIR_LOSSES, Pairs, token_mean_weights
 
-BETA, GAMMA, WEIGHT, SMOOTHING = 0.3, 0.7, 1.33, 0.1
+BETA, GAMMA, WEIGHT, SMOOTHING, NLL = 0.3, 0.7, 1.33, 0.1, 0.5
 NAMES = {
     "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "robust": "robust", "sppo_hard": "sppo", "aot": "aot",
     "apo_zero": "apo_zero", "apo_down": "apo_down", "exo_pair": "exo"
@@ -53,6 +53,7 @@ class _Face:
         self.ld_alpha, self.f_divergence_type, self.use_weighting = None, "reverse_kl", False
         self.aux_loss_enabled, self.precompute_ref_logps, self.calculate_KL = False, True, True
         self._total_train_tokens, self._tp_size, self.alpha, self.beta = 0, 1, 0.0, BETA
+        self.is_encoder_decoder, self.pad_token_id, self.padding_value = False, 0, 0
         self.desirable_weight, self.undesirable_weight = 1.0, WEIGHT
         vars(self).update(options)
 
@@ -71,6 +72,23 @@ def outputs(logprobs: Tensor, lens: Tensor) -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": torch.ones_like(mask).long(), "completion_mask": mask.long(), "attention_mask": mask}
 
 
+def unpadded_batch(lens: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of CPOTrainer and ORPOTrainer: the token 1 in prompts of one token and in all responses."""
+    seen = (torch.arange(14) <= lens[:, None]).long()
+    labels = torch.where(torch.arange(14) > 0, torch.where(seen > 0, 1, -100), -100)
+    values = {"input_ids": seen, "attention_mask": seen, "labels": labels}
+    return {f"{side}_{name}": rows
+            for name, value in values.items() for side, rows in zip(("chosen", "rejected"), value.chunk(2))
+            }  # yapf: disable
+
+
+def logits_model(means: Tensor) -> Callable[..., Any]:
+    """Return a model with two tokens whose second one has the log-prob ``means`` [N] everywhere in a sequence."""
+    odds = means - torch.log(-torch.expm1(means))
+    logits = torch.stack([torch.zeros_like(odds), odds], -1)[:, None].expand(-1, 14, -1)
+    return lambda *args, **kwargs: SimpleNamespace(logits=logits)
+
+
 class TrlPreferences:
     """TRL's DPO, CPO, ORPO, KTO, GKD and reward trainers on random pairs."""
     name = "TRL"
@@ -87,9 +105,9 @@ class TrlPreferences:
         trainers = {"cpo": CPOTrainer, "orpo": ORPOTrainer, "dpo": DPOTrainer, "kto": KTOTrainer, "rm": RewardTrainer}
         self.faces = {name: type(name, (_Face, trainer), {}) for name, trainer in trainers.items()}
 
-    def dpo(self, name: str, pairs: Pairs, smoothing: float) -> Losses:
-        """Compute a loss of DPOTrainer."""
-        face = self.faces["dpo"](loss_types=[name], loss_weights=[1.0], label_smoothing=smoothing)
+    def dpo(self, weights: dict[str, float], pairs: Pairs, smoothing: float = 0.0) -> Losses:
+        """Compute a sum of losses of DPOTrainer with ``weights``."""
+        face = self.faces["dpo"](loss_types=[*weights], loss_weights=[*weights.values()], label_smoothing=smoothing)
         logprobs, ref, lens = stacked(pairs)
 
         def loss(leaf: Tensor) -> Tensor:
@@ -107,16 +125,18 @@ class TrlPreferences:
         lens = lens if name == "simpo" else torch.ones_like(lens)
         return with_gradient(lambda leaf: face.cpo_loss(*(leaf / lens).chunk(2))[0].mean(), logprobs)
 
-    def orpo(self, pairs: Pairs) -> Losses:
-        """Compute ORPO's odds ratio loss, and the NLL of the chosen responses."""
+    def odds_ratio(self, pairs: Pairs) -> Losses:
+        """Compute ORPO's odds ratio loss."""
         face = self.faces["orpo"]()
         logprobs, _, lens = stacked(pairs)
+        return with_gradient(lambda leaf: -face.odds_ratio_loss(*(leaf / lens).chunk(2))[0].mean(), logprobs)
 
-        def loss(leaf: Tensor) -> Tensor:
-            chosen, rejected = (leaf / lens).chunk(2)
-            return -chosen.mean() - face.odds_ratio_loss(chosen, rejected)[0].mean()
-
-        return with_gradient(loss, logprobs)
+    def whole(self, trainer: str, pairs: Pairs, **options: Any) -> Losses:
+        """Compute the whole loss of CPOTrainer ("cpo") or ORPOTrainer ("orpo"), its NLL included."""
+        face = self.faces[trainer](**options)
+        logprobs, _, lens = stacked(pairs)
+        return with_gradient(
+            lambda leaf: face.get_batch_loss_metrics(logits_model(leaf / lens), unpadded_batch(lens))[0], logprobs)
 
     def kto(self, pairs: Pairs) -> Losses:
         """Compute the loss of KTOTrainer: the chosen ones are desirable, and the KL comes from them reversed."""
@@ -156,17 +176,23 @@ def without_reference(pairs: Pairs) -> Pairs:
     return pairs._replace(ref_chosen=0 * pairs.ref_chosen, ref_rejected=0 * pairs.ref_rejected)
 
 
-def ours(name: str, pairs: Pairs, smoothing: float = SMOOTHING) -> Losses:
-    """Compute a loss of this package."""
+def ours(name: str, pairs: Pairs, smoothing: float = SMOOTHING, nll: Tensor | float = 0.0) -> Losses:
+    """Compute a loss of this package, with the chosen responses' NLL per token times ``nll``, [P] or for all."""
     loss = PAIR_LOSSES.get(name)
     options = {"beta": BETA, "label_smoothing": smoothing, "simpo_gamma": GAMMA}
     read = {key: options[key] for key in loss.reads}
 
     def mean(leaf: Tensor) -> Tensor:
         chosen, rejected = leaf.chunk(2)
-        return loss.fn(pairs._replace(chosen=chosen, rejected=rejected), **read).mean()
+        moved = pairs._replace(chosen=chosen, rejected=rejected)
+        return (loss.fn(moved, **read) - nll * moved.means[0]).mean()
 
     return with_gradient(mean, torch.cat(pairs[:2]))
+
+
+def of_tokens(pairs: Pairs) -> Tensor:
+    """Weight the NLL as ``--nll_loss_coef`` with ``--nll_token_mean`` does, [P]."""
+    return NLL * token_mean_weights(pairs.chosen_lens)
 
 
 def our_reward(pairs: Pairs, margins: bool) -> Losses:
@@ -212,17 +238,19 @@ class PreferenceCase:
         return worst
 
 
-def case(theirs: str, flags: str, run: Callable[[TrlPreferences, Pairs], Losses],
-         own: Callable[[Pairs], Losses]) -> PreferenceCase:
+def case(theirs: str, flags: str, run: Callable[[TrlPreferences, Pairs], Losses], own: Callable[[Pairs], Losses],
+         differs: bool = False) -> PreferenceCase:
     """Return the case of two functions of the same random pairs."""
-    return PreferenceCase(theirs, flags, lambda peer, seed: run(peer, draw(seed)), lambda seed: own(draw(seed)))
+    return PreferenceCase(theirs, flags, lambda peer, seed: run(peer, draw(seed)), lambda seed: own(draw(seed)),
+                          differs=differs)
 
 
 def pair_case(theirs: str, name: str, smoothing: float) -> PreferenceCase:
     """Return the case of a loss of DPOTrainer."""
     told, flag = (f", label_smoothing={smoothing}", f" --label_smoothing {smoothing}") if smoothing else ("", "")
     return case(f"DPO, {theirs}{told}", f"dpo --loss {name}{flag}",
-                lambda peer, pairs: peer.dpo(theirs, pairs, smoothing), lambda pairs: ours(name, pairs, smoothing))
+                lambda peer, pairs: peer.dpo({theirs: 1.0}, pairs, smoothing),
+                lambda pairs: ours(name, pairs, smoothing))
 
 
 def divergence_case(beta: float, flags: str) -> PreferenceCase:
@@ -241,6 +269,23 @@ def divergence_case(beta: float, flags: str) -> PreferenceCase:
     return PreferenceCase(f"GKD, beta={beta}", f"kd --divergence {flags}", theirs, own)
 
 
+def nll_cases() -> Iterator[PreferenceCase]:
+    """Yield losses with the NLL of the chosen responses."""
+    both = {"sigmoid": 1.0, "sft": NLL}
+    for flags, weight in ((f"--rpo_alpha {NLL}", of_tokens), (f"--nll_loss_coef {NLL}", lambda pairs: NLL)):
+        yield case(f"DPO, sigmoid and sft, loss_weights=1.0 {NLL}", f"dpo --loss sigmoid {flags}",
+                   lambda peer, pairs: peer.dpo(both, pairs),
+                   lambda pairs, w=weight: ours("sigmoid", pairs, 0.0, w(pairs)), differs=weight is not of_tokens)
+    yield case(f"CPO, simpo, cpo_alpha={NLL}", f"dpo --loss simpo --simpo_gamma {GAMMA} --cpo_alpha {NLL}",
+               lambda peer, pairs: peer.whole("cpo", pairs, loss_type="simpo", simpo_gamma=GAMMA, cpo_alpha=NLL,
+                                              label_smoothing=0.0),
+               lambda pairs: ours("simpo", pairs, 0.0, of_tokens(pairs)))  # yapf: disable
+    yield case("ORPO, prompts of one token", "dpo --loss orpo", lambda peer, pairs: peer.whole("orpo", pairs),
+               lambda pairs: ours("orpo", pairs), differs=True)
+    yield case("ORPO, the odds ratio alone", "dpo --loss orpo", TrlPreferences.odds_ratio,
+               lambda pairs: ours("orpo", pairs, nll=-1.0))
+
+
 def preference_cases() -> Iterator[PreferenceCase]:
     """Yield the losses of pairs, with label smoothing where TRL has it, reward models, KTO and distillation."""
     for theirs, name in NAMES.items():
@@ -253,7 +298,7 @@ def preference_cases() -> Iterator[PreferenceCase]:
                lambda peer, pairs: peer.cpo("sigmoid", pairs), lambda pairs: ours("sigmoid", without_reference(pairs)))
     yield case("CPO, simpo, label_smoothing=0.1", f"dpo --loss simpo --simpo_gamma {GAMMA} {smooth}",
                lambda peer, pairs: peer.cpo("simpo", pairs), lambda pairs: ours("simpo", pairs))
-    yield case("ORPO", "dpo --loss orpo", TrlPreferences.orpo, lambda pairs: ours("orpo", pairs))
+    yield from nll_cases()
     for margins, told in ((False, ""), (True, ", margin")):
         yield case(f"RewardTrainer{told}", f"rm{told and ', rows with margin'}",
                    partial(TrlPreferences.reward, margins=margins), partial(our_reward, margins=margins))

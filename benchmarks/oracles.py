@@ -86,6 +86,12 @@ class Batch:
                    old + 0.3 * normal(n, NORM) + far,
                    normal(n, NORM).abs(), values, values + 0.3 * normal(n, NORM), normal(n, NORM), per_group)
 
+    def with_single(self) -> "Batch":
+        """Copy the batch with the first response of the first group alone."""
+        rows = torch.cat([torch.zeros(1).long(), torch.arange(self.per_group, len(self.lens))])
+        tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
     def pack(self, padded: Tensor) -> Tensor:
         """Pack [B, L] -> [T]: every response after a prompt of one token."""
         return torch.cat([torch.cat([row.new_zeros(1), row[:n]]) for row, n in zip(padded, self.lens.tolist())])
@@ -200,6 +206,11 @@ def verl_advantages() -> Iterator[Case]:
         yield Case("verl", f"{theirs}, gamma=0.9", f"--advantage_estimator {ours} --gamma 0.9",
                    lambda p, b, n=theirs, c=config: (p.advantage(b, n, config=c, **c), ), our_advantage,
                    differs=ours == "rloo")
+    single = {"reinforce_plus_plus_baseline": "reinforce_baseline", "grpo": "group_norm", "rloo": "rloo"}
+    for theirs, ours in single.items():
+        yield Case("verl", f"{theirs}, a group of one sample", f"--advantage_estimator {ours}", lambda p, b, n=theirs:
+                   (p.advantage(b.with_single(), n, config=std), ), lambda b, c: our_advantage(b.with_single(), c),
+                   differs=True)
     yield Case("verl", "gdpo", "--advantage_estimator gdpo", lambda p, b: (p.gdpo(b), ), our_advantage)
     yield Case("verl", "gdpo, use_kl_in_reward (k1)", f"--advantage_estimator gdpo --init_kl_coef {KL_COEF}",
                lambda p, b: (p.gdpo(b), ), our_advantage, differs=True)

@@ -138,6 +138,7 @@ class Experience:
     step_labels: Tensor = _per("T")  # float32 [T], of the step that a token of the loss ends (of process rewards)
     ref_sums: Tensor = _per("B")  # float64 [B], log-probs of the reference, summed over the tokens in the loss
     matched: Tensor = _per("B")  # float64 [B], margin of the reference that a pair meets (of aot); equal in a pair
+    nll_weights: Tensor = _per("B")  # float64 [B], of the chosen sequence's NLL per token (of pairs); equal in a pair
     baseline_rewards: Tensor = _per("B")  # float32 [B], of the prompt's greedy response, shaped alike; NaN: unscored
     baseline_lengths: Tensor = _per("B")  # float32 [B], tokens of that response
     truncated: Tensor = _per("B")  # bool [B], the response hit the length limit

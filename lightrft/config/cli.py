@@ -96,7 +96,16 @@ def _unknown_words(words: list[str], known: list[str]) -> list[str]:
 def _in_own_flags(argv: Sequence[str] | None, tree: type) -> list[str]:
     """Replace the flags of the manuals that ``tree`` knows by those of its options."""
     words, known = sys.argv[1:] if argv is None else argv, tree.SYNONYMS if issubclass(tree, Tree) else {}
-    return [re.sub(r"^--(\w+)(?![\w.])", lambda flag: f"--{known.get(flag[1], flag[1])}", word) for word in words]
+    return [own for word in words for own in _own_words(word, known)]
+
+
+def _own_words(word: str, known: Mapping[str, str]) -> list[str]:
+    """Replace a flag of a manual; of several flags here, the last one takes the value."""
+    flag = re.match(r"--(\w+)(?![\w.])", word)
+    if flag is None or flag[1] not in known:
+        return [word]
+    *before, last = known[flag[1]].split()
+    return [*(f"--{name}" for name in before), f"--{last}{word[flag.end():]}"]
 
 
 def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, Any]:

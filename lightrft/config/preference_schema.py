@@ -37,6 +37,9 @@ class PreferenceConfig:
     simpo_gamma: float = option(0.5, "reward margin of --loss simpo", within=NON_NEGATIVE)
     nll_loss_coef: float = option(0.0, "weight of the chosen answer's NLL per token, added to the loss of the pair",
                                   within=NON_NEGATIVE)
+    nll_token_mean: bool = option(
+        False, "average that NLL over the tokens of all chosen answers of a batch, as TRL does (its rpo_alpha); off: "
+        "per answer, then over the pairs", needs="nll_loss_coef 0.1")
 
     @property
     def chosen_loss(self) -> str:
@@ -63,6 +66,7 @@ class DPOConfig(PairConfig):
     train: DPOTrainConfig = group(DPOTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.DPOPreflight"
+    SYNONYMS = PairConfig.SYNONYMS | dict.fromkeys(("rpo_alpha", "cpo_alpha"), "nll_token_mean nll_loss_coef")
     TRAINING = "training on pairs of answers"
     METRICS = ("dpo", "eval")
 

@@ -204,7 +204,7 @@ class Tree:
     TASK: ClassVar[str] = ""  # of the hub, that a trained model does; empty: it answers with text
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
-    SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, or OPTION=VALUE
+    SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, OPTION=VALUE, or FLAG OPTION
     GRANTS: ClassVar[dict[str, tuple[str, str]]] = {}  # flags of theirs -> values that ask for what holds, and that
 
     @property

@@ -218,6 +218,12 @@ def kto_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs - ref_logprobs).detach().mean().clamp_min(0)
 
 
+def token_mean_weights(lens: Tensor) -> Tensor:
+    """Return ``lens / mean(lens)``, [N]: a mean over responses of values per token, weighted with these, is the mean
+    over all tokens."""
+    return lens / lens.double().mean()
+
+
 REWARD_LOSSES = ("sigmoid", "logexp", "hps")  # of scalar reward models, see :func:`pair_loss`
 
 

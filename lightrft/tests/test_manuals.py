@@ -57,7 +57,7 @@ SHORT = {
 }
 SAME = {"model", "dataset", "num_train_epochs", "save_total_limit", "max_length", "output_dir", "warmup_ratio",
         "weight_decay", "ref_model", "reward_model", "num_generations", "max_completion_length", "response_length",
-        "rpo_alpha", "cpo_alpha", "actor_learning_rate", "learning_rate", "prompt_max_len", "system", "epsilon", "lam",
+        "actor_learning_rate", "learning_rate", "prompt_max_len", "system", "epsilon", "lam",
         "num_ppo_epochs", "max_grad_norm", "lr_scheduler_type", "cliprange_value", "kl_coef", "val_dataset",
         "num_iterations", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "loss_type"}  # yapf: disable
 OTHER = {"vllm.num_engines", "vllm.enforce_eager", "ds.param_dtype", "logger.wandb.key", "train.dynamic_batch_enable",

@@ -10,9 +10,10 @@ from lightrft.config.cli import parse_config, parse_keywords
 from lightrft.config.compat import REFUSED
 from lightrft.config.counterparts import ELSEWHERE
 from lightrft.config.evaluate_schema import EvaluateConfig
-from lightrft.config.files import to_yaml
+from lightrft.config.files import convert_options, to_yaml
 from lightrft.config.generate_schema import GenerateConfig
-from lightrft.config.preference_schema import KTOConfig
+from lightrft.config.options import ConfigError
+from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tests.test_cli import fails
@@ -117,6 +118,14 @@ def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said
 def test_flags_that_trl_names_otherwise_set_ours() -> None:
     loss = parse_config(["--desirable_weight", "2", "--undesirable_weight=3"], tree=KTOConfig).config.preference
     assert (loss.desirable_loss_weight, loss.undesirable_loss_weight) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("words", ["--rpo_alpha 0.5", "--cpo_alpha=0.5"])
+def test_the_nll_of_trl_is_a_mean_over_tokens(words: str) -> None:
+    set_ = parse_config(["--pretrain", "m", "--train_data", "d", *words.split()], tree=DPOConfig).config.preference
+    assert (set_.nll_loss_coef, set_.nll_token_mean) == (0.5, True)
+    with pytest.raises(ConfigError, match="here: --nll_loss_coef with --nll_token_mean"):
+        convert_options({"rpo_alpha": 0.5}, DPOConfig)
 
 
 def test_the_page_for_newcomers_and_the_answers_agree() -> None:

@@ -76,6 +76,7 @@ DPO_FLIPS: dict[str, Flip] = {
     "label_smoothing": Flip(0.1, weights, TWO),
     "simpo_gamma": Flip(2.0, metric("dpo/loss"), {"loss": "simpo"}),
     "nll_loss_coef": Flip(1.0, metric("dpo/loss")),
+    "nll_token_mean": Flip(True, metric("dpo/nll"), {"nll_loss_coef": 1.0}),
     "ref_pretrain": Flip("@other", metric("dpo/rewards/margin")),
     "ref_offload": Flip(True, lambda seen: [name for name, *_ in seen.calls]),
     "ref_cache_dir": Flip("@run/reference", files),

@@ -9,7 +9,7 @@ from lightrft.config.preference_schema import DPOConfig
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preferences import Pair
 from lightrft.datasets.rows import DataError, place_of
-from lightrft.ops.preference import match_by_rank, ordered_rightly, PAIR_LOSSES, Pairs
+from lightrft.ops.preference import match_by_rank, ordered_rightly, PAIR_LOSSES, Pairs, token_mean_weights
 from lightrft.ops.segment import segment_sum
 from lightrft.trainer.offline.offline_trainer import Batch, Loss
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
@@ -57,11 +57,14 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         return self.config.preference.needs_reference
 
     def fill(self, batch: Batch, parts: list[list[int]]) -> None:
-        """Add log-probs of the reference; for a loss that compares pairs with each other, also those of the matched
-        pairs."""
+        """Add log-probs of the reference, those of the matched pairs for a loss that compares pairs with each other,
+        and the weights of a NLL that is a mean over tokens."""
         exp = batch.exp
         with self.timer("ref"):
             exp.ref_sums = self.reference.sums(exp, parts)
+        if self.config.preference.nll_token_mean:
+            chosen_lens = pairs_of(segment_sum(exp.drawn, exp.cu_seqlens))[0]
+            exp.nll_weights = token_mean_weights(chosen_lens).repeat_interleave(2)
         if PAIR_LOSSES.get(self.config.preference.chosen_loss).matches:
             self.actor.model.eval()
             pairs = policy_pairs(response_sums(self.strategy, self.actor.model, exp, parts), exp)
@@ -74,7 +77,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         loss = PAIR_LOSSES.get(cfg.chosen_loss)
         pairs = policy_pairs(summed(self.actor.model(exp)[0], exp), exp)
         losses = loss.fn(pairs, **{name: vars(cfg)[name] for name in loss.reads})
-        nll = -pairs.means[0]
+        nll = -pairs.means[0] * (1 if exp.nll_weights is None else pairs_of(exp.nll_weights)[0])
         chosen, rejected = (cfg.beta * ratio.detach() for ratio in loss.ratios(pairs))
         metrics = {
             "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margin": chosen - rejected, "accuracy":

@@ -26,8 +26,10 @@ no_picture, home = no_picture, home  # fixtures; the module draws no curve
 rig = runs.Rig("dpo", "pairs")
 trainer_of, run = rig.trainer_of, rig.run
 
+TOKEN_MEAN = {"hinge": False, "simpo": True}  # the losses tried with an NLL, and how it is averaged
 
-def naive_loss(home, rows, name, options, coef=0.0):
+
+def naive_loss(home, rows, name, options):
     """The policy, its loss and its log-probs."""
     hf, ref = (AutoModelForCausalLM.from_pretrained(home / model) for model in ("model", "other"))
     sides = [*zip(*((row.chosen, row.rejected) for row in rows))]
@@ -39,7 +41,7 @@ def naive_loss(home, rows, name, options, coef=0.0):
         ref_chosen, ref_rejected = 0 * ref_chosen, 0 * ref_rejected
     pairs = Pairs(chosen, rejected, ref_chosen.detach(), ref_rejected.detach(), *lens)
     values = loss.fn(pairs, **{key: options[key] for key in loss.reads})
-    return hf, (values - coef * pairs.chosen / pairs.chosen_lens).mean(), pairs, loss
+    return hf, values.mean(), pairs, loss
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,11 +51,15 @@ def test_loss_gradient_and_rewards_are_those_of_hugging_face(name, home, tmp_pat
     options = {"beta": 0.5, "label_smoothing": 0.1, "simpo_gamma": 0.7}
     given = {key: options[key] for key in loss.reads}
     given |= {"ref_pretrain": str(home / "other")} if name not in WITHOUT_REFERENCE else {}
-    coef = 0.5 if name == "hinge" else 0.0
-    trainer = trainer_of(home, tmp_path, loss=name, micro_train_batch_size=1, nll_loss_coef=coef, **given)
+    coef = 0.5 if name in TOKEN_MEAN else 0.0
+    given |= {"nll_loss_coef": coef, "nll_token_mean": TOKEN_MEAN.get(name, False)}
+    trainer = trainer_of(home, tmp_path, loss=name, micro_train_batch_size=1, **given)
     rows = next(trainer.loader)
     trainer.loader.position = 0
-    hf, expected, pairs, loss = naive_loss(home, rows, name, options, coef)
+    hf, expected, pairs, loss = naive_loss(home, rows, name, options)
+    nll = -pairs.chosen / pairs.chosen_lens
+    nll = -pairs.chosen.sum() / pairs.chosen_lens.sum() if TOKEN_MEAN.get(name) else nll.mean()
+    expected = expected + coef * nll
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters()]).item()
     got = trainer.train_step()
@@ -62,7 +68,7 @@ def test_loss_gradient_and_rewards_are_those_of_hugging_face(name, home, tmp_pat
     chosen, rejected = (0.5 * ratio for ratio in loss.ratios(pairs))
     found = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margin": chosen - rejected,
              "accuracy": ((chosen - rejected).sign() + 1) / 2, "logps/chosen": pairs.chosen,
-             "logps/rejected": pairs.rejected, "nll": -pairs.chosen / pairs.chosen_lens}  # yapf: disable
+             "logps/rejected": pairs.rejected, "nll": nll}  # yapf: disable
     for key, values in found.items():
         assert got[f"dpo/{key}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-6), key
 
