@@ -223,11 +223,11 @@ class Renderer:
         offsets = out.get("offset_mapping") or [[]] * len(texts)
         return [(ids, [start for start, _ in spans]) for ids, spans in zip(out["input_ids"], offsets)]
 
-    def warn_once(self, text: str) -> None:
-        """Log a warning about the template, the first one alone."""
-        if not self._warned:
+    def warn_once(self, kind: str, text: str) -> None:
+        """Log a warning about the template, the first one of its kind alone."""
+        if kind not in self._warned:
             warn_of_all(text)
-        self._warned.add(text)
+        self._warned.add(kind)
 
     def encode_text(self, texts: list[str]) -> list[list[int]]:
         """Tokenize plain prompts: the tokenizer's first token (bos) is added once, its last (eos) never."""

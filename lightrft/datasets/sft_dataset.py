@@ -73,7 +73,9 @@ class Learning:
             first = 0 if any("weight" in turn for turn in chat.messages or []) else chat.first
             return replace(chat, pair=("", "".join(chat.pair)), whole=True, first=first)
         turns = [i for i, turn in enumerate(chat.messages or []) if turn["role"] == "assistant"]
-        return chat if self.every_turn or not turns else replace(chat, first=turns[-1])
+        if self.every_turn or not turns or turns[-1] == chat.first:
+            return chat
+        return replace(chat, first=turns[-1], prefill="")
 
     def masked(self, encoded: Encoded) -> Encoded:
         """Return token ids with the mask of the tokens to learn."""

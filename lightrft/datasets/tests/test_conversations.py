@@ -44,6 +44,8 @@ QWEN3 = (_LOOP + "{% set last = loop.last %}{{ '<H>' + m.role + '\n' }}{% if m.r
          "'\n</think>\n\n' }}{% endif %}{{ said }}{% else %}{{ m.content }}{% endif %}{{ '<E>\n' }}" + _OPENED +
          "{{ '<H>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
          "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}")
+EMPTY_THOUGHT = (headed("\n") + "{% if enable_thinking is defined and not enable_thinking %}"
+                 "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}")  # yapf: disable
 DEEPSEEK = (_LOOP +
             "{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}{{ '<A>' + m.content.split('</think>')[-1]"
             " + eos_token }}{% endif %}" + _OPENED + "{{ '<A><think>\n' }}{% endif %}")
@@ -90,22 +92,22 @@ def prompts(rows, tokenizer, **options):
     return PromptsDataset(DataConfig(prompt_data=[hold_rows(rows)], **options), tokenizer, 500, scored=False)
 
 
-def generation_prompt(chat, tokenizer):
+def generation_prompt(chat, tokenizer, **kwargs):
     """The tokens that generation sees before an answer to ``chat``."""
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **kwargs)
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def forms(chat, tokenizer):
+def forms(chat, tokenizer, **columns):
     """The last answer of a chat as a (token ids, mask) of each form of a row, of every trainer."""
-    asked, said, bad = chat[:-1], chat[-1:], [{"role": "assistant", "content": "not that"}]
-    yield from demonstrations([{"messages": chat}, {"prompt": asked, "completion": said},
-                               {"prompt": asked, "response": said[0]["content"]}, {"conversations": chat}], tokenizer,
-                              Learning(every_turn=False))  # yapf: disable
-    pair = PairDataset(PairDataConfig(train_data=[hold_rows([{"prompt": asked, "chosen": said, "rejected": bad}])]),
-                       tokenizer)[0]  # yapf: disable
+    asked, said, bad = chat[:-1], chat[-1:], [{"role": "assistant", "content": chat[-1]["content"] + " not"}]
+    yield from demonstrations([columns | row for row in (
+        {"messages": chat}, {"prompt": asked, "completion": said}, {"prompt": asked, "response": said[0]["content"]},
+        {"conversations": chat})], tokenizer, Learning(every_turn=False))  # yapf: disable
+    rows = [columns | {"prompt": asked, "chosen": said, "rejected": bad}]
+    pair = PairDataset(PairDataConfig(train_data=[hold_rows(rows)]), tokenizer)[0]
     other = {"prompt": ask("other"), "completion": bad, "label": False}
-    rows = [{"prompt": asked, "completion": said, "label": True}, other]
+    rows = [columns | {"prompt": asked, "completion": said, "label": True}, other]
     yield pair.chosen
     yield JudgedDataset(JudgedDataConfig(train_data=[hold_rows(rows)]), tokenizer)[0].answer
 
@@ -167,8 +169,77 @@ def test_a_template_that_forgets_thoughts_is_named_once(capsys):
         (_, run), = learnt(demonstrations([{"messages": ask("d", "f"), "chat_template_kwargs": kwargs}], tokenizer)[0])
         assert tokenizer.decode(run) == said
     assert "differently" not in capsys.readouterr().err
-    (_, run), = learnt(demonstrations([{"messages": ask("d", "<think>\ne\n</think>f")}], byte_level(DEEPSEEK))[0])
-    assert tokenizer.decode(run) == "f</s>" and "writes turn 2 of a chat of 2" in capsys.readouterr().err
+
+
+OFF = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("make", [byte_level, metaspace])
+@pytest.mark.parametrize("template, kwargs, answer, said", [
+    (EMPTY_THOUGHT, OFF, "f", "f<E>"),
+    (EMPTY_THOUGHT, OFF, "<b>f</b>", "<b>f</b><E>"),
+    (EMPTY_THOUGHT, OFF, "<think>\n\n</think>\n\nf", "f<E>"),
+    (EMPTY_THOUGHT, OFF, "<think></think>\nf", "f<E>"),
+    (EMPTY_THOUGHT, {}, "<think>e</think>f", "<think>e</think>f<E>"),
+    (DEEPSEEK, {}, "<think>\ne\n</think>f", "e\n</think>f</s>"),
+    (DEEPSEEK, {}, "<think>\n\n e</think>f", "\n e</think>f</s>"),
+    (DEEPSEEK, {}, "e\n</think>f", "e\n</think>f</s>"),
+    (DEEPSEEK, {}, "<think>2</think>2", "2</think>2</s>"),
+    (DEEPSEEK.replace("<think>\\n", "").replace("<think>\n", ""), {}, "<think>e</think>f", "<think>e</think>f</s>"),
+])  # yapf: disable
+def test_an_answer_follows_the_thought_of_the_generation_prompt(make, template, kwargs, answer, said, capsys):
+    """Though the template writes none in a whole chat, or leaves out that of the answer; none is there twice. The same
+    holds behind earlier turns, which are as the template writes them."""
+    tokenizer = make(template)
+    for chat in (ask("d", answer), ask("a", "b", "d", answer)):
+        for example in forms(chat, tokenizer, chat_template_kwargs=kwargs):
+            (before, run), = learnt(example)
+            assert before == generation_prompt(chat[:-1], tokenizer, **kwargs)
+            assert tokenizer.decode(run).rstrip() == said
+    assert "chat template" not in capsys.readouterr().err
+
+
+def test_earlier_answers_are_learnt_as_later_turns_see_them(capsys):
+    """With a warning, once: without the empty thought, which the generation prompt of the last answer has."""
+    row = {"messages": ask("a", "b", "d", "f"), "chat_template_kwargs": OFF}
+    tokenizer = byte_level(EMPTY_THOUGHT)
+    (first, b), (second, f) = learnt(demonstrations([row], tokenizer)[0])
+    assert tokenizer.decode(first) == "<H>user</H>\na<E><H>assistant</H>\n" and tokenizer.decode(b) == "b<E>"
+    assert second == generation_prompt(row["messages"][:3], tokenizer, **OFF) and tokenizer.decode(f) == "f<E>"
+    assert capsys.readouterr().err.count("writes turn 2 of a chat of 4 differently") == 1
+    whole, = demonstrations([row], tokenizer, Learning(whole=True))[:]
+    assert "<think>" not in tokenizer.decode(whole.token_ids), "pretraining reads a chat as it is rendered"
+
+
+@pytest.mark.parametrize("template, kwargs, answer, before, said, told", [
+    (EMPTY_THOUGHT, OFF, "<think>e</think>f", "<H>assistant</H>\n", "<think>e</think>f<E>", "writes turn 2 of a chat"),
+    (DEEPSEEK, {}, "f", "<A><think>\n", "f</s>", "writes '<think>\\n' before an answer, and an answer has no </think>"),
+])  # yapf: disable
+def test_an_answer_that_does_not_fit_the_thought_of_the_generation_prompt(template, kwargs, answer, before, said, told,
+                                                                          capsys):
+    """Another thought than the empty one, and none where one is opened, are learnt with a warning."""
+    tokenizer = byte_level(template)
+    example = demonstrations([{"messages": ask("d", answer), "chat_template_kwargs": kwargs}], tokenizer)[0]
+    (prompt, run), = learnt(example)
+    assert tokenizer.decode(prompt).endswith(before) and tokenizer.decode(run) == said
+    assert told in capsys.readouterr().err
+
+
+def test_calls_and_prefills_behind_the_thought_of_the_generation_prompt():
+    """A call is learnt as the template writes it; a prefill follows the thought, and what continues it is learnt."""
+    tokenizer = field.field_tokenizer()
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    (prompt, run), = learnt(demonstrations([{"messages": [*ask("d"), call], "enable_thinking": False}], tokenizer)[0])
+    assert tokenizer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.decode(run) == '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>'
+    row = {"prompt": ask("d", "2 i"), "completion": "s it", "enable_thinking": False}
+    (prompt, run), = learnt(demonstrations([row], tokenizer)[0])
+    assert prompt == prompts([row], tokenizer)[0].token_ids and tokenizer.decode(run) == "s it<|im_end|>"
+    assert tokenizer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n2 i")
+    row = {"prompt": ask("d", "<think>Let me"), "completion": " add.</think>2"}
+    (prompt, run), = learnt(demonstrations([row], byte_level(DEEPSEEK))[0])
+    assert prompt == prompts([row], byte_level(DEEPSEEK))[0].token_ids
+    assert byte_level().decode(run) == " add.</think>2</s>"
 
 
 # -- prefills ---------------------------------------------------------------------------------------------------------

@@ -65,14 +65,15 @@ def test_tools_are_in_the_tokens_before_the_users_turn(kind, column):
     assert all(text.startswith(head) for text in texts_of(kind, {"tools": column}))
 
 
-@pytest.mark.parametrize("kind", ["prompt", "steps"])
+@pytest.mark.parametrize("kind", ["prompt", "sft", "pair", "judged", "steps"])
 def test_keyword_arguments_of_option_and_row_reach_the_template(kind):
     """Those of a row win, key by key."""
     off, on = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (False, True))
     verl = {"enable_thinking": False}
     cases = [({}, {}), (off, {}), ({}, off), (on, off), (off, on), (verl, on), (on | verl, {})]
-    thoughts = [texts_of(kind, row, **options)[0].count(THOUGHT) for row, options in cases]
-    assert thoughts == [0, 1, 1, 0, 1, 1, 0]
+    for side in range(2 if kind in ("pair", "judged") else 1):
+        thoughts = [texts_of(kind, row, **options)[side].count("assistant\n" + THOUGHT) for row, options in cases]
+        assert thoughts == [0, 1, 1, 0, 1, 1, 0]
     assert prompts({"prompt": [ASKED]} | off, chat_template_kwargs={"a": 1})[0].template_kwargs == {
         "a": 1, "enable_thinking": False}  # yapf: disable
 
