@@ -4,7 +4,10 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from lightrft.config.cli import exit_on_config_error, parse_config, ParsedConfig
+from lightrft.config.layers import with_sources
+from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
+from lightrft.utils.errors import UserError
 
 
 def on_one_machine() -> bool:
@@ -24,10 +27,32 @@ def refuse_early(parsed: ParsedConfig, functions: Container[str] = ()) -> None:
     """
     from lightrft.preflight.hardware import Machine
     from lightrft.preflight.inputs import refuse_rows
+    from lightrft.preflight.shared_rules import known_without_torch
     from lightrft.preflight.written import refuse_as_written  # --help does not wait for these
     ranks = Machine.planned(parsed.plan_gpus).ranks if parsed.plan_gpus else int(os.environ.get("WORLD_SIZE", "1"))
-    refuse_as_written(parsed.config, parsed.provenance, ranks, functions)
+    try:
+        refuse_as_written(parsed.config, parsed.provenance, ranks, functions)
+    except ConfigError as error:
+        together = with_sources([*known_without_torch(parsed.config, ranks)], parsed.provenance)
+        raise ConfigError(list(dict.fromkeys([*error.problems, *together]))) from None
     refuse_rows(parsed.config, parsed.dry_run)
+
+
+def _further(parsed: ParsedConfig, foreign: bool) -> list[str]:
+    """Return what is wrong with the options that could be read; of a command line of another trainer, which has more to
+    mend, also what is known only after torch is imported."""
+    problems: list[str] = []
+    for check in (refuse_early, *([_refuse_settled] if foreign else [])) if on_one_machine() else ():
+        try:
+            check(parsed)
+        except UserError as error:
+            problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    return list(dict.fromkeys(problems))
+
+
+def _refuse_settled(parsed: ParsedConfig) -> None:
+    from lightrft.trainer.session import settled
+    settled(parsed)
 
 
 def parse_command(argv: Sequence[str] | None, prog: str | None, description: str, tree: type = Config,
@@ -37,7 +62,7 @@ def parse_command(argv: Sequence[str] | None, prog: str | None, description: str
     Raises:
         SystemExit: 2 with every such problem on stderr; 0 after ``--help``.
     """
-    parsed = parse_config(argv, prog, defaults, description, tree)
+    parsed = parse_config(argv, prog, defaults, description, tree, _further)
     if on_one_machine():
         with exit_on_config_error(prog):
             refuse_early(parsed)

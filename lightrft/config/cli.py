@@ -3,11 +3,11 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from lightrft.config.compat import ALIASES, nearest, refusal
+from lightrft.config.compat import ALIASES, grant_without, nearest, refusal
 from lightrft.config.files import convert_options, load_config, plugins_of
 from lightrft.config.flags import add_tree
 from lightrft.config.help import Formatter, HELP, HelpAction
@@ -19,6 +19,7 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
 from lightrft.utils.errors import did_you_mean, ExpectedError, leave_error, UserError
+from lightrft.utils.logging import silent
 
 Provenance = dict[str, str]
 
@@ -47,12 +48,34 @@ class ParsedConfig(NamedTuple):
             yield
 
 
+Further = Callable[[ParsedConfig, bool], Iterable[str]]
+"""Yields what else is wrong with a command line that has problems; True: it has flags of another trainer."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises :class:`ConfigError` where argparse exits."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the error; argparse calls this for every error of the command line."""
         raise ConfigError(message.removeprefix("argument "))
+
+    def read(self, words: list[str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the values of the flags in ``words``, and the words that are none. A flag that cannot be read is left
+        out, and what is wrong with it is added to ``problems``."""
+        with silent():  # the notices come once, in the end
+            while error := self._error(words):
+                problems += [text for text in error.problems if text not in problems]
+                words = _without(words, error)
+        namespace, rest = self.parse_known_args(words)
+        return vars(namespace), rest
+
+    def _error(self, words: list[str]) -> ConfigError | None:
+        """Return the first error of ``words``."""
+        try:
+            self.parse_known_args(words)
+            return None
+        except ConfigError as error:
+            return error
 
 
 def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, Any]) -> _Parser:
@@ -93,6 +116,16 @@ def _unknown_words(words: list[str], known: list[str]) -> list[str]:
     return [refusal(name, known) or f"unknown flag --{name}{nearest(name, known, '--')}" for name in names]
 
 
+def _without(words: list[str], error: ConfigError) -> list[str]:
+    """Leave out the first flag among ``words`` that ``error`` begins with, and the words up to the next flag."""
+    name = re.split(r"[:\s]", str(error))[0].lstrip("-")
+    flags = [word.partition("=")[0].lstrip("-") if word.startswith("--") else "" for word in words]
+    if name not in flags:
+        raise error
+    first = flags.index(name)
+    return words[:first] + words[next((at for at in range(first + 1, len(words)) if flags[at]), len(words)):]
+
+
 def _in_own_flags(argv: Sequence[str] | None, tree: type) -> list[str]:
     """Replace the flags of the manuals that ``tree`` knows by those of its options."""
     words, known = sys.argv[1:] if argv is None else argv, tree.SYNONYMS if issubclass(tree, Tree) else {}
@@ -122,24 +155,56 @@ def _plugins(argv: Sequence[str] | None) -> list[str]:
     early.add_argument("--config", action="append", default=[])
     early.add_argument("--plugin", action="extend", nargs="+", default=[])
     given, _ = early.parse_known_args(argv)
-    return list(dict.fromkeys([name for path in given.config for name in plugins_of(path)] + listed(given.plugin)))
+    named = [name for path in given.config for name in _plugins_of(path)]
+    return list(dict.fromkeys(named + listed(given.plugin)))
 
 
-def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any],
-           plugins: list[str]) -> ParsedConfig:
+def _plugins_of(path: str) -> list[str]:
+    """Read the plugins that a YAML file names; what is wrong with the file is told where its options are read."""
+    try:
+        return plugins_of(path)
+    except ConfigError:
+        return []
+
+
+def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any], plugins: list[str],
+           further: Further) -> ParsedConfig:
     known = [*options(tree), *ALIASES, *RESERVED]
     known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
     theirs = [word for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word) and _of_verl(word, known)]
-    namespace, rest = parser.parse_known_args([word for word in argv or () if word not in theirs])
-    if rest or theirs:  # those behind a flag that takes several words would be its values
-        raise ConfigError([str(_of_verl(word, known)) for word in theirs] + _unknown_words(rest, known))
-    flags = vars(namespace)
-    layers = [Layer(f"yaml:{path}", load_config(path, tree)) for path in flags.pop("config")]
+    problems = [str(_of_verl(word, known))
+                for word in theirs]  # behind a flag of several words they would be its values
+    flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
+    problems += [*_unknown_words(rest, known), *grant_without(flags)]
+    layers = [layer for path in flags.pop("config") for layer in _file_layers(path, tree, problems)]
     dry_run, _, plan_gpus = flags.pop("dry_run"), flags.pop("plugin"), flags.pop("plan_gpus")
     if plan_gpus and not dry_run:
-        raise ConfigError(f"--plan_gpus {plan_gpus}: plans a run for GPUs that are not here; add --dry_run or drop it")
-    values, provenance = resolve(tree, defaults, [*layers, Layer("flag", flags)])
-    return ParsedConfig(build(tree, with_models_of_runs(tree, values)), provenance, dry_run, plugins, plan_gpus)
+        problems += [f"--plan_gpus {plan_gpus}: plans a run for GPUs that are not here; add --dry_run or drop it"]
+    try:
+        values, provenance = resolve(tree, defaults, [*layers, Layer("flag", flags)])
+        config = build(tree, with_models_of_runs(tree, values))
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    parsed = ParsedConfig(config, provenance, dry_run, plugins, plan_gpus)
+    if problems:
+        foreign = any(re.search("is (not )?an option (here|of another)", text) for text in problems)
+        raise ConfigError([*problems, *_independent(further(parsed, foreign), problems, provenance)])
+    return parsed
+
+
+def _file_layers(path: str, tree: type, problems: list[str]) -> list[Layer]:
+    """Read a YAML file of options; what is wrong with it is added to ``problems``."""
+    try:
+        return [Layer(f"yaml:{path}", load_config(path, tree))]
+    except ConfigError as error:
+        problems += error.problems
+        return []
+
+
+def _independent(further: Iterable[str], problems: list[str], provenance: Provenance) -> list[str]:
+    """Leave out what follows from ``problems``: what names an option that they name and that nothing has set."""
+    unset = {name for name in re.findall(r"--(\w+)", " ".join(problems)) if provenance.get(name) == "default"}
+    return [text for text in further if not unset & set(re.findall(r"--(\w+)", text))]
 
 
 @contextmanager
@@ -185,7 +250,7 @@ def keyword_words(tree: type, keywords: Mapping[str, str]) -> Iterator[None]:
 
 
 def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, defaults: dict[str, Any] | None = None,
-                 description: str = "", tree: type = Config) -> ParsedConfig:
+                 description: str = "", tree: type = Config, further: Further = lambda *_: ()) -> ParsedConfig:
     """Build the option tree from the command line, before any process group exists.
 
     Args:
@@ -193,6 +258,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
         defaults: values of this script, by option name; they win over the tree's and over a recipe that they name, and
             lose to YAML, flags and the presets that those name.
         tree: the dataclass of option groups; :class:`lightrft.config.schema.Config` or a script's own.
+        further: what else is wrong with a command line that has problems, so that one message has all of them.
 
     Raises:
         SystemExit: 2 with every problem on stderr; 0 after ``--help``.
@@ -202,7 +268,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
         plugins = _plugins(argv)
         import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
-        return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins)._replace(prog=prog)
+        return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins, further)._replace(prog=prog)
 
 
 def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Plugins = (),

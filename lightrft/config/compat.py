@@ -1,6 +1,6 @@
 """Flags of other trainers that are not options here: translated, accepted with a notice, or refused with the remedy."""
 import re
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,6 +20,8 @@ ALIASES: dict[str, tuple[str, Any]] = {
 _ALWAYS_PACKED = "batches are always packed, without padding"
 _SEQUENCES = "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed"
+_ONE_RANK = "a sequence and a layer are always whole on one rank"
+_NEVER_READ = "LightRFT never reads it; --advantage_estimator and --advantages_norm say what is normalised"
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
 _MULTIMODAL = "the modality follows from the model, and rows with and without media may be mixed"
 _ADVANTAGE = "it never had an effect; use --advantage_estimator, and --advantages_norm to whiten"
@@ -67,6 +69,26 @@ GRANTED: dict[str, str] = {
     "use_hf": "a hub id is one of Hugging Face, or of its mirror in HF_ENDPOINT",
     "unpaired_preference": "lightrft kto always reads single answers, each with its label",
     "margin_loss": "the loss of a reward model reads the column margin where rows have it",
+}
+# flag -> the form of its values that ask for what always holds, and the fact; other values are refused
+GRANTED_VALUES: dict[str, tuple[str, str]] = {
+    "sp_size": ("1", _ONE_RANK),
+    "ring_attn_size": ("1", _ONE_RANK),
+    "ring_head_stride": ("1", _ONE_RANK),
+    "ring_attn_head_stride": ("1", _ONE_RANK),
+    "sequence_parallel_size": ("1", _ONE_RANK),
+    "ds_tensor_parallel_size": ("1", _ONE_RANK),
+    "grad_accum_dtype": ("(?i)fp32|float32|none", "gradients are always accumulated in float32"),
+    "chunk_size": (r"[1-9]\d*", "log-probs do not depend on it; --logprob_chunk_mib bounds their memory"),
+    "normalize_advantages": ("(?i)true", _NEVER_READ),
+    "use_sequence_rewards": ("(?i)true", _NEVER_READ),
+    "print_replay_buffer_stats": ("(?i)true", "rollout statistics are in the step table and metrics.jsonl"),
+    "disable_logprobs_flashattn": ("(?i)true", "log-probs come from one fused, chunked kernel, without flash-attn"),
+}
+# flag -> (the option without which it asks for nothing, why that is so)
+GRANTED_WITHOUT: dict[str, tuple[str, str]] = {
+    "rm_use_engine": ("reward_pretrain", "there is no reward model"),
+    "rm_engine_cudagraph": ("reward_pretrain", "there is no reward model"),
 }
 _DENIED = ("false", "0", "no", "off", "none", "eager")  # values that ask for the opposite
 
@@ -158,12 +180,22 @@ def grant(name: str, value: Any, of_tree: Mapping[str, tuple[str, str]]) -> bool
     Args:
         of_tree: further ones, as ``GRANTS`` of a tree: flag -> the form of its values, and the fact.
     """
-    form, fact = of_tree.get(name, ("", ""))
+    form, fact = {**GRANTED_VALUES, **of_tree}.get(name, ("", ""))
     if not re.fullmatch(form, str(value)):
         fact = "" if str(value).lower() in _DENIED else GRANTED.get(name, "")
     if fact:
         get_logger().info("--%s has no effect: %s", name, fact)
     return bool(fact)
+
+
+def grant_without(flags: dict[str, Any]) -> Iterator[str]:
+    """Take the flags of :data:`GRANTED_WITHOUT` out of ``flags``; log a notice, or yield the refusal, for each."""
+    for name, (option, reason) in GRANTED_WITHOUT.items():
+        value = str(flags.pop(name, "false"))
+        if value.lower() not in _DENIED and not flags.get(option):
+            get_logger().info("--%s has no effect: %s", name, reason)
+        elif value.lower() not in _DENIED:
+            yield str(refusal(name))
 
 
 def refusal(name: str, known: Container[str] = ()) -> str | None:

@@ -1,11 +1,11 @@
 """The option tree as flags of an ``argparse`` parser."""
 import argparse
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from lightrft.config.compat import ALIASES, grant, GRANTED, REFUSED, refusal
+from lightrft.config.compat import ALIASES, grant, GRANTED, GRANTED_VALUES, GRANTED_WITHOUT, REFUSED, refusal
 from lightrft.config.options import ConfigError, Option, show
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import grants
@@ -15,10 +15,37 @@ from lightrft.utils.logging import get_logger
 
 def convert_text(option: Option, text: str) -> Any:
     """Convert one command-line word; the ``type=`` of the flag."""
+    if option.name in VALUES and (granted := VALUES[option.name](text)) is not None:
+        return granted
     try:
         return option.convert(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option.flag}: ")) from None
+
+
+def _no_model(text: str) -> list[str] | None:
+    """Return no model for ``{}``, which names none."""
+    if text.strip() != "{}":
+        return None
+    get_logger().info(
+        "--reward_pretrain {} has no effect: it names no reward model; rules and files score the responses")
+    return []
+
+
+def _wandb_key(text: str) -> bool | None:
+    """Give the key of W&B to its client, which reads the environment; an empty one selects no tracker."""
+    if text.lower() in ("true", "false", "none"):
+        return None
+    if not text.strip():
+        get_logger().info("--use_wandb has no effect: its key is empty")
+        return False
+    os.environ["WANDB_API_KEY"] = text
+    get_logger().info("--use_wandb: its value is the key of W&B, as in WANDB_API_KEY; it is not stored")
+    return True
+
+
+VALUES: dict[str, Callable[[str], Any]] = {"reward_pretrain": _no_model, "use_wandb": _wandb_key}
+"""Option -> the function that reads the words other trainers give it; it returns None for a usual value."""
 
 
 class _ListAction(argparse.Action):
@@ -27,14 +54,17 @@ class _ListAction(argparse.Action):
     A flag that is given again, as by the words that a script passes on, replaces its list, and a warning has both.
     """
 
-    def __init__(self, *args: Any, hint: str = "", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, hint: str = "", bare: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.hint = hint or "'none' is the empty list"
+        self.hint, self.bare = hint or "'none' is the empty list", bare
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
+        if self.nargs is not None and not values and self.bare:
+            get_logger().info(f"{option_string} without a value means {option_string} {self.bare}")
+            values = [[self.bare]]
         if self.nargs is not None and not values:
-            parser.error(f"argument {option_string}: expected at least one value ({self.hint})")
+            raise argparse.ArgumentError(self, f"expected at least one value ({self.hint})")
         before = vars(namespace).get(self.dest, self.default)
         given = values if self.nargs is None else [item for part in values or () for item in part]
         setattr(namespace, self.dest, given)
@@ -51,8 +81,9 @@ class _PresetAction(_ListAction):
     """Stores a preset. Giving it twice is an error: two do not add up, the second would replace the first."""
 
     def _again(self, parser: argparse.ArgumentParser, flag: str, before: Any, given: Any) -> None:
-        parser.error(f"{flag} is given twice, {show(before)} and {show(given)}: the second would replace "
-                     "the first; give only one")
+        raise argparse.ArgumentError(
+            self, f"is given twice, {show(before)} and {show(given)}: the second would "
+            "replace the first; give only one")
 
 
 class _ForeignAction(argparse.Action):
@@ -67,6 +98,8 @@ class _ForeignAction(argparse.Action):
         name = str(option_string).lstrip("-")
         if not grant(name, values, grants(self.tree)):
             parser.error(str(refusal(name, options(self.tree))))
+        if self.default is not argparse.SUPPRESS:
+            setattr(namespace, self.dest, values)
 
 
 def _help(option: Option, default: Any) -> str:
@@ -89,7 +122,7 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
     preset = _PresetAction if quiet and option.preset else None
     if option.many:
         target.add_argument(option.flag, nargs="*", action=preset or _ListAction, type=parse, default=kept,
-                            metavar=metavar, help=shown, hint=option.hint)
+                            metavar=metavar, help=shown, hint=option.hint, bare=option.bare)
     else:
         target.add_argument(option.flag, action=preset or "store", type=parse, default=kept, metavar=metavar,
                             help=shown)
@@ -116,10 +149,14 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
         if alias not in skip and name in known:
             parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
-    for name in {**GRANTED, **grants(tree)}:
+    absent = argparse.SUPPRESS if quiet else None
+    for name in {**GRANTED, **GRANTED_VALUES, **grants(tree)}:
         if name not in skip and name not in known:
-            parser.add_argument(f"--{name}", nargs="?", const="true", action=_ForeignAction, tree=tree,
-                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            parser.add_argument(f"--{name}", nargs="?", const="true", action=_ForeignAction, tree=tree, default=absent,
+                                help=argparse.SUPPRESS)
+    for name, (needed, _) in GRANTED_WITHOUT.items():
+        if name not in skip and needed in known:
+            parser.add_argument(f"--{name}", nargs="?", const="true", default=absent, help=argparse.SUPPRESS)
 
 
 def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
@@ -132,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argpa
     add_tree(parser, tree, {}, quiet=False, skip=own)
     known = options(tree)
     for name in REFUSED:
-        if name not in own and name not in known:
-            parser.add_argument(f"--{name}", nargs="*", action=_ForeignAction, tree=tree, default=argparse.SUPPRESS,
+        if name not in {*own, *known, *GRANTED_VALUES, *GRANTED_WITHOUT}:
+            parser.add_argument(f"--{name}", nargs="*", action=_ForeignAction, tree=tree, default=None,
                                 help=argparse.SUPPRESS)
     return parser

@@ -9,7 +9,8 @@ from typing import Any
 
 from lightrft.utils.errors import did_you_mean, UserError
 
-TEXTS = ("help", "within", "why", "needs", "hint", "card", "path", "required")  # fields of an option that are text
+TEXTS = ("help", "within", "why", "needs", "hint", "card", "path", "required", "bare"
+         )  # fields of an option that are text
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text",
             dict: "a JSON object such as {\"name\": true}"}  # yapf: disable
 # intervals of numeric options, for ``within``
@@ -27,8 +28,9 @@ class ConfigError(UserError):
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, within: str = "", why: str = "",
-           needs: str = "", read_by: tuple[str, ...] = (), free: bool = False, preset: bool = False,
-           common: bool = False, hint: str = "", card: str = "", path: str = "", required: str = "") -> Any:
+           needs: str = "", read_by: tuple[str,
+                                           ...] = (), free: bool = False, preset: bool = False, common: bool = False,
+           hint: str = "", card: str = "", path: str = "", required: str = "", bare: str = "") -> Any:
     """Declare an option of a group: everything that is known about it.
 
     Args:
@@ -50,10 +52,11 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
         path: kind of the paths that it names: "model" (folders or hub ids), "models" (with names), "rows" or "suites"
             (of data), "template".
         required: what to give, of an option without which nothing runs.
+        bare: of a list, the value that its flag alone stands for; empty: the flag needs a value.
     """
     metadata = {"help": text, "choices": choices, "within": within, "why": why, "needs": needs, "read_by": read_by,
                 "free": free, "preset": preset, "common": common, "hint": hint, "card": card, "path": path,
-                "required": required}  # yapf: disable
+                "required": required, "bare": bare}  # yapf: disable
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -86,6 +89,7 @@ class Option:
     card: str = ""
     path: str = ""
     required: str = ""
+    bare: str = ""
 
     @property
     def flag(self) -> str:

@@ -32,7 +32,8 @@ class PolicyModelConfig:
         needs="lora_rank 16")
     freeze_prefix: list[str] = option(
         [], "weights that are not trained: parts of the model (visual, audio, projector, language), or words of "
-        "parameter names", hint="name the parts to freeze, e.g. visual or embed_tokens")
+        "parameter names; a word that ends with ? is left out where the model has no such part, and the flag alone is "
+        "visual?", hint="name the parts to freeze, e.g. visual or embed_tokens", bare="visual?")
     use_liger: bool | None = option(
         None, "replace RMSNorm, rotary and MLP kernels by Liger's (needs CUDA and the liger extra; default: on if both "
         "are available)", free=True)

@@ -13,12 +13,13 @@ def frozen_names(hf: PreTrainedModel, names: list[str], words: list[str], modali
     (:meth:`ActorModality.parts`), or whole words of Hugging Face names ("embed_tokens", "model.layers.0").
 
     Raises:
-        UserError: a word matches nothing, or nothing is left to train.
+        UserError: a word that does not end with ``?`` matches nothing, or nothing is left to train.
     """
     parts, found = modality.parts(hf, names), set[str]()
-    for word in words:
+    for text in words:
+        word = text.removesuffix("?")
         matched = parts.get(word) or [name for name in names if f".{word.strip('.')}." in f".{name}."]
-        if not matched:
+        if not matched and text == word:
             tops = sorted({".".join(name.split(".")[:2]) for name in names})
             raise UserError(f"--freeze_prefix {word!r} matches no parameter; parts of this model are "
                             f"{', '.join(parts)}; names start with {', '.join(tops)}")

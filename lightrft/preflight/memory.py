@@ -164,7 +164,8 @@ def _of_towers(config: Tree, world_size: int, shape: ModelShape) -> dict[str, By
     Towers that are not trained keep nothing, and their passes are smaller than those of the decoder.
     """
     m, width = config.model, config.model.itemsize
-    frozen = set(m.freeze_prefix) if not m.lora_rank else {"visual", "audio"} - set(m.target_modules)
+    words = {word.removesuffix("?") for word in m.freeze_prefix}
+    frozen = words if not m.lora_rank else {"visual", "audio"} - set(m.target_modules)
     tokens = preflight(config).media_tokens(world_size, micro_batch_tokens(config, world_size)[0])
     most = (0.0, 0)
     for tower in shape.towers:

@@ -8,9 +8,9 @@ from typing import Any
 
 from lightrft.config.layers import changed
 from lightrft.config.options import Option, show
-from lightrft.config.offline_schema import OfflineDataConfig
+from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.prompt_schema import PromptConfig
-from lightrft.config.schema import DataConfig
+from lightrft.config.schema import Config, DataConfig
 from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.batches import nearest_divisors
@@ -20,6 +20,7 @@ from lightrft.utils.errors import did_you_mean, install_command
 
 # what commands of other trainers always set, whether it is read or not
 HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k", "accuracy_part")
+OF_ZERO = ("zero_stage", )  # written beside --fsdp
 CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
 
 
@@ -28,6 +29,13 @@ def common_problems(c: Tree) -> Iterator[str]:
     yield from written_problems(c)
     yield from unmet_needs(c)
     yield from _pixels(flatten(c))
+
+
+def known_without_torch(c: Tree, world_size: int) -> Iterator[str]:
+    """Yield the problems of a run on ``world_size`` ranks whose rules ask neither the machine nor torch."""
+    yield from common_problems(c)
+    if isinstance(c, (Config, OfflineConfig)):
+        yield from training_problems(c, world_size, cuda=True)
 
 
 def training_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
@@ -67,6 +75,9 @@ def unused(c: Tree) -> Iterator[str]:
         yield from if_set(c, HELD_OUT, f"has no effect {without_held_out(c)} or drop it")
     else:
         yield from _greedy(c, values)
+    if values.get("strategy") == "fsdp":
+        yield from if_set(c, OF_ZERO, "has no effect with --strategy fsdp, which shards weights, gradients and "
+                          "optimizer state, as stage 3 does")  # yapf: disable
     if values.get("disable_ckpt"):
         yield from if_set(c, CHECKPOINTS, "has no effect with --disable_ckpt; drop one of them")
 
@@ -245,7 +256,8 @@ def _strategy(c: Tree, world_size: int) -> Iterator[str]:
 def _of_another(c: Tree, chosen: str) -> Iterator[str]:
     where = "on a single process" if chosen == "single" else f"with --strategy {chosen}"
     for option, value in unread(c, chosen, options(c)["strategy"].choices or ()):
-        if (option.name, chosen) != ("fsdp_shard_size", "single"):  # valid on one rank
+        beside_fsdp = option.name in OF_ZERO and c.strategy.strategy == "fsdp"  # a notice says so
+        if (option.name, chosen) != ("fsdp_shard_size", "single") and not beside_fsdp:  # valid on one rank
             yield (f"{option.flag} {show(value)}: has no effect {where}; add --strategy {option.read_by[0]} or drop it")
 
 

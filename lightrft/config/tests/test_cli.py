@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.compat import ALIASES, GRANTED, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, GRANTED_WITHOUT, REFUSED
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
@@ -49,6 +49,8 @@ label_key input_template apply_chat_template system_prompt use_wandb wandb_org w
 wandb_run_name use_tensorboard use_ms limit_mm_image_per_prompt
 """.split()
 
+ASKED = {"sp_size": ["1"], "chunk_size": ["4096"], "grad_accum_dtype": ["fp32"]}  # values that ask for what holds
+
 
 def fails(capsys: pytest.CaptureFixture[str], argv: list[str], **kwargs: Any) -> str:
     with pytest.raises(SystemExit) as exit_info:
@@ -85,11 +87,18 @@ def test_every_original_flag_is_an_option_an_alias_or_refused(name: str, capsys:
         target, value = ALIASES[name]
         assert flatten(parse_config([f"--{name}"]).config)[target] == value, "the alias translates"
         return
-    if name in GRANTED:
+    if name in GRANTED_WITHOUT:
+        option, reason = GRANTED_WITHOUT[name]
         parse_config([f"--{name}"])
-        assert f"--{name} has no effect: {GRANTED[name]}" in capsys.readouterr().err
-    err = fails(capsys, [f"--{name}", "false" if name in GRANTED else "1"])
-    assert f"--{name} is not an option here: " in err and (REFUSED | GRANTED)[name] in err, err
+        assert f"--{name} has no effect: {reason}" in capsys.readouterr().err
+        assert f"--{name} is not an option here: {REFUSED[name]}" in fails(capsys, [f"--{name}", f"--{option}", "a"])
+        return
+    facts, taken = GRANTED | {flag: fact for flag, (_, fact) in GRANTED_VALUES.items()}, ASKED.get(name, ["true"])
+    if name in facts:
+        parse_config([f"--{name}", *taken])
+        assert f"--{name} has no effect: {facts[name]}" in capsys.readouterr().err
+    err = fails(capsys, [f"--{name}", "false" if name in facts else "1"])
+    assert f"--{name} is not an option here: " in err and (facts | REFUSED)[name] in err, err
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *GRANTED])

@@ -58,7 +58,7 @@ def test_nested_flat_aliases_and_number_forms(tmp_path: Path) -> None:
     ("trian: {seed: 1}", ["unknown key trian", "did you mean train"]),
     ("algorithm: {seed: 1}", ["algorithm.seed", "belongs to the group train"]),
     ("train: 3", ["train is a group"]),
-    ("grad_accum_dtype: fp32", ["accumulated in float32"]),
+    ("grad_accum_dtype: bf16", ["accumulated in float32"]),
     ("seed: x", ["--seed", "an integer", "'x'"]),
     ("seed: true", ["--seed", "an integer", "True"]),
     ("seed: 1.5", ["--seed", "1.5"]),
