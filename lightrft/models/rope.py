@@ -64,12 +64,17 @@ class LengthRope(nn.Module):
         return _mapped(lambda *each: torch.cat(each, 1).index_select(1, order), *parts)
 
     def _of_length(self, last: int | Tensor, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute tokens with the frequencies of a sequence whose last position is ``last``: as one of its tokens."""
+        """Compute tokens with the frequencies of a sequence whose last position is ``last``: as one of its tokens.
+
+        Hooks of ``rope`` do not run: ZeRO-3 requires that all ranks call the same modules, and they may need different
+        numbers of choices.
+        """
         for kind, _ in _limits(self.rope):
             if "dynamic" in kind:  # transformers keeps the frequencies of the longest sequence until a short one
-                self.rope(x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs)
+                self.rope.forward(x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs)
         end = torch.zeros_like(position_ids[..., :1]) + last
-        return _mapped(lambda out: out[:, :-1], self.rope(x, torch.cat([position_ids, end], -1), *args, **kwargs))
+        extended = torch.cat([position_ids, end], -1)
+        return _mapped(lambda out: out[:, :-1], self.rope.forward(x, extended, *args, **kwargs))
 
 
 def _mapped(function: Any, *outputs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Tiny runs of the trainers on preferences, in this process and under torchrun.
 
-``python -m lightrft.tests.support.preference_runs HOME SAVE`` runs :func:`all_under_zero` on every rank.
+``python -m lightrft.tests.support.preference_runs HOME SAVE`` runs :func:`all_on_ranks` on every rank.
 """
 import json
 import re
@@ -21,6 +21,7 @@ from lightrft.config.tree import options as known_options
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate
 from lightrft.tests.support import tiny
+from lightrft.tests.support.field import write_longrope
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.runs import read_lines, strategy_of
 from lightrft.utils.env import seed_everything
@@ -130,23 +131,36 @@ EVERY = {
     "sft": ("judged", {}), "kto": ("judged", {"undesirable_loss_weight": 0.5}), "dpo": ("pairs", {"loss": "aot"}),
     "grm": ("pairs", {"task_instruction": "{prompt} {first} {second}"}),
     "kd": ("judged", {"teacher_model": "{home}/other", "kd_top_k": 3}),
-    "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]})
+    "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]}),
+    "sft of lengths": ("lengths", {"pretrain": "{home}/longrope", "max_len": 200}),
+}  # yapf: disable
+STRATEGIES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
+    "zero3": ([*EVERY], {"strategy": "deepspeed", "zero_stage": 3}),
+    "zero2": (["sft of lengths"], {"strategy": "deepspeed", "zero_stage": 2}),
+    "fsdp": (["grm", "sft of lengths"], {"strategy": "fsdp"}),
 }  # yapf: disable
 
 
-def run_of(command: str, home: Path, save: Path, **options: Any) -> None:
-    """Run ``command`` with the data and the options of :data:`EVERY`."""
-    data, own = EVERY[command]
-    own = {name: value.replace("{home}", str(home)) if isinstance(value, str) else value
-           for name, value in own.items()}  # yapf: disable
-    Rig(command, data).run(home, save, eval_steps=0, **own, **options)
+def write_lengths(home: Path) -> None:
+    """A model whose frequencies change beyond 64 tokens, and rows of which only some are longer."""
+    write_longrope(home / "longrope")
+    rows = [{"prompt": f"{i}? ", "completion": f"{i:02d} " * (3 + 40 * (i % 4 == 1))} for i in range(24)]
+    (home / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def all_under_zero(home: Path, save: Path) -> None:
-    """Run all of :data:`EVERY`, one after the other, with DeepSpeed's stage 3; and the judge with FSDP2 too."""
-    for command in EVERY:
-        run_of(command, home, save / command, strategy="deepspeed", zero_stage=3, micro_train_batch_size=2)
-    run_of("grm", home, save / "grm, fsdp", strategy="fsdp", micro_train_batch_size=2)
+def run_of(name: str, home: Path, save: Path, **options: Any) -> Any:
+    """Run the command with the data and the options of :data:`EVERY`; returns its trainer."""
+    data, own = EVERY[name]
+    own = {key: value.replace("{home}", str(home)) if isinstance(value, str) else value
+           for key, value in own.items()}  # yapf: disable
+    return Rig(name.partition(" ")[0], data).run(home, save, eval_steps=0, **own, **options)
+
+
+def all_on_ranks(home: Path, save: Path) -> None:
+    """Run :data:`STRATEGIES` one after the other."""
+    for strategy, (names, options) in STRATEGIES.items():
+        for name in names:
+            run_of(name, home, save / strategy / name, micro_train_batch_size=2, **options)
 
 
 def same_steps(one: Path, two: Path, name: str) -> None:
@@ -163,4 +177,4 @@ def close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    all_under_zero(*map(Path, sys.argv[1:]))
+    all_on_ranks(*map(Path, sys.argv[1:]))

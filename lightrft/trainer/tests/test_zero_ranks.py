@@ -1,7 +1,10 @@
 """The trainers on fixed data under DeepSpeed's ZeRO 3 on two ranks, against one process without it.
 
-The judge has no start of its own, so FSDP2 is here too; other trainers have it in their own tests.
+The judge has no start of its own, so FSDP2 is here too; other trainers have it in their own tests. Frequencies that
+depend on the length of a sequence are tried with all of them: the ranks differ in the frequencies that they compute.
 """
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,6 +21,7 @@ def ranks(home, tmp_path_factory):
     """Three steps of every trainer, all in one start of two ranks."""
     pytest.importorskip("deepspeed")
     save = tmp_path_factory.mktemp("ranks")
+    runs.write_lengths(home)
     torchrun("lightrft.tests.support.preference_runs", home, save)
     return save
 
@@ -30,12 +34,12 @@ def share_apart(one, two, limit=2e-5):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("command", EVERY)
-def test_two_ranks_are_one(command, ranks, home, tmp_path):
-    runs.run_of(command, home, tmp_path)
-    start = runs.load_file(home / "model" / "model.safetensors")
+@pytest.mark.parametrize("name", EVERY)
+def test_two_ranks_are_one(name, ranks, home, tmp_path):
+    trainer = runs.run_of(name, home, tmp_path)
+    start = runs.load_file(Path(trainer.config.model.pretrain) / "model.safetensors")
     assert runs.close(runs.exported(tmp_path), start) > 1e-3
-    for of_ranks in ranks.glob(f"{command}*"):
-        assert share_apart(runs.exported(tmp_path), runs.exported(of_ranks)) < 1e-3, of_ranks.name
+    for of_ranks in ranks.glob(f"*/{name}"):
+        assert share_apart(runs.exported(tmp_path), runs.exported(of_ranks)) < 1e-3, of_ranks
         for a, b in zip(runs.metrics(tmp_path), runs.metrics(of_ranks), strict=True):
-            assert a == pytest.approx(b, rel=1e-3, abs=1e-5), of_ranks.name
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-5), of_ranks
