@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrft.utils.curve import draw, panels
+from lightrft.utils.tables import accuracies, mean_rewards
 
 SETTINGS = ("model", "prompts", "generate", "evaluate", "trained")  # what the files of every round depend on
-ACCURACY = "eval/all/pass@1"
-COLUMNS = {"round": "step", "sampled reward": "reward/mean", "held-out": ACCURACY, "from": f"{ACCURACY}/low",
-           "to": f"{ACCURACY}/high"}  # yapf: disable
 
 
 class Step(NamedTuple):
@@ -162,11 +160,15 @@ def write_curve(out: Path, rounds: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Render the rows of the rounds in Markdown."""
-    cells = [[row.get(name) for name in COLUMNS.values()] for row in rows]
+    """Render the rows of the rounds in Markdown, with the accuracy; a round without one: with the mean reward."""
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    columns = {"round": "step", "sampled reward": "reward/mean"}
+    for name in (*accuracies(names), *mean_rewards(names))[:1]:
+        columns |= {f"held-out {name.rpartition('/')[2]}": name, "from": f"{name}/low", "to": f"{name}/high"}
+    cells = [[row.get(name) for name in columns.values()] for row in rows]
     texts = [[f"{cell:.3f}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row]
              for row in cells]  # yapf: disable
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(COLUMNS), ["---"] * len(COLUMNS), *texts])
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(columns), ["---"] * len(columns), *texts])
 
 
 def run_rounds(args: argparse.Namespace, lock: int) -> int:

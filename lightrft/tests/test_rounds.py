@@ -1,4 +1,5 @@
 """The loops of ``examples/``: their scripts, their commands in real processes, and calls that are killed."""
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from lightrft.cli.main import COMMANDS
 from lightrft.tests.support import launch, tiny_task
 from lightrft.tests.support.runs import read_lines
+from lightrft.utils.curve import panels
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "examples").exists():
@@ -119,8 +121,12 @@ def check_raft(loop, printed):
         rounds.main([*loop.words, "--prompts", "9"])
 
 
+RIGHT = {"source": "x", "metric": "pass@1", "value": 0.25, "low": 0.1, "high": 0.5}
+GRADED = {"source": "x", "metric": "reward", "value": 0.75, "low": None, "high": None}
+
+
 def fake(words, nproc, lock):
-    """What a command leaves; training needs batches of 4 rows."""
+    """What a command leaves; training needs batches of 4 rows. The reward of "--score graded" defines no accuracy."""
     out = Path(words[words.index("--save_path" if "sft" in words else "--output_path") + 1])
     if words[0] == "sft":
         if words[words.index("--train_batch_size") + 1] != "4":
@@ -129,7 +135,7 @@ def fake(words, nproc, lock):
     elif words[0] == "evaluate":
         out = out / "results.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text('{"source": "x", "metric": "pass@1", "value": 0.25, "low": 0.1, "high": 0.5}\n')
+    out.write_text(json.dumps(GRADED if "graded" in words else RIGHT) + "\n")
     return 0
 
 
@@ -145,6 +151,15 @@ def test_a_round_that_cannot_train_shows_the_curve_and_takes_other_flags_of_trai
     assert "--train 'sft --train_batch_size 4' (was 'sft --train_batch_size 32')" in told and "| 1 |  | 0.250" in told
     with pytest.raises(SystemExit, match="--prompts 9"):
         rounds.main([*words, "sft --train_batch_size 4", "--prompts", "9"])
+
+
+def test_a_graded_reward_has_its_mean_in_the_table_and_the_curve(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rounds, "run", fake)
+    rounds.main(["--model", "m", "--out", str(tmp_path), "--rounds", "1", "--generate", "", "--evaluate",
+                 "--score graded", "--train", "sft --train_batch_size 4"])  # yapf: disable
+    assert "| round | sampled reward | held-out reward | from | to |" in (said := capsys.readouterr().out)
+    assert "| 0 |  | 0.750 |  |  |" in said and "| 1 |  | 0.750 |  |  |" in said
+    assert panels(read_lines(tmp_path / "metrics.jsonl")) == [("held-out reward", {"eval/all/reward": "reward"})]
 
 
 def test_two_calls_at_once_are_refused(home, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Tables of a run on the console: one row per step, and one per data source of an evaluation. They fit the terminal."""
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -62,11 +62,20 @@ def unscored_causes(metrics: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def mean_rewards(names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that are the mean reward of held-out responses, where no accuracy is defined."""
-    held_out = [name for name in names if re.fullmatch(r"eval/all/(pass|avg)@\d+", name)]
-    defined = any(name.startswith("eval/all/pass@") for name in held_out)
-    return [] if defined else held_out
+def accuracies(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that are an accuracy of held-out responses, pass@k; the least k first."""
+    return sorted((name for name in names if re.fullmatch(r"eval/all/pass@\d+", name)),
+                  key=lambda name: int(name.rpartition("@")[2]))
+
+
+def mean_rewards(names: Collection[str]) -> list[str]:
+    """Return those of ``names`` that are the mean reward of held-out responses, where no accuracy is defined; a run
+    calls it avg@n, ``lightrft evaluate`` reward."""
+    return [] if accuracies(names) else [name for name in names if re.fullmatch(r"eval/all/(avg@\d+|reward)", name)]
+
+
+def _held_out(metrics: Mapping[str, float]) -> float | None:
+    return _first(*accuracies(metrics), "eval/accuracy", "eval/loss")(metrics)
 
 
 def _held_out_reward(metrics: Mapping[str, float]) -> float | None:
@@ -90,7 +99,7 @@ _NUMBERS = (
         "accuracy", 9,
         _first(*(f"reward/{part}/mean" for part in ("accuracy", "math", "exact", "choice", "answer")),
                learnt="accuracy")),
-    Column("held-out", 9, _first("eval/all/pass@1", "eval/accuracy", "eval/loss")),
+    Column("held-out", 9, _held_out),
     Column("held-out reward", 16, _held_out_reward),
     Column("unscored", 9, _unscored, "{:.0f}".format),
     Column("loss", 8, _first(learnt="loss"), "{:.4f}".format),
@@ -167,8 +176,7 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
                if name.startswith("eval/") and name.endswith("/prompts")}  # yapf: disable
     if len(prompts) < 3:  # "all" and one source
         return []
-    passed = sorted({name.rsplit("/", 1)[1] for name in metrics if name.startswith("eval/all/pass@")
-                     and "/" not in name.removeprefix("eval/all/")}, key=lambda name: int(name[5:]))  # yapf: disable
+    passed = [name.rpartition("/")[2] for name in accuracies(metrics)]
     sources = sorted(prompts, key=lambda source: (source == "all", source))
     columns = {"held-out": sources, "prompts": [str(prompts[source]) for source in sources]}
     undefined = any(f"eval/{source}/{name}" not in metrics for name in passed for source in sources)

@@ -61,6 +61,11 @@ def test_the_header_comes_again_every_so_often_and_with_a_new_column():
     assert len(alone) == 1 and alone[0].split() == ["100", "0.500", "|"], alone
 
 
+def test_the_accuracy_of_the_least_k_is_shown():
+    header, row = StepTable(120).lines(1, {"eval/all/pass@16": 0.9, "eval/all/pass@4": 0.7, "eval/all/avg@16": 0.3})
+    assert header.split()[1:2] == ["held-out"] and row.split()[1] == "0.700" and "reward" not in header
+
+
 def test_unscored_responses_have_a_column_once_there_are_some():
     table, late = StepTable(120), RL | {"reward/unscored": 3, "reward/unscored/timeout": 1, "reward/unscored/none": 2}
     assert "unscored" not in table.lines(1, RL | {"reward/unscored": 0})[0]
