@@ -10,7 +10,7 @@ from lightrft.inference.accuracy import differences, group_answers, Measure, mea
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
 from lightrft.inference.row_files import Row, RowFiles, write_rows
-from lightrft.rewards.correctness import Correctness
+from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
@@ -63,6 +63,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     model = LoadedModel.open(rl, strategy)
     prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
     with scoring(config.score, ScorerSetup.of(rl, strategy.device, media=model.media)) as rewards:
+        check_accuracy_part(config.evaluation.accuracy_part, rewards.part_names())
         known = identity(config, LATER, content_of(prompts), rl) | {"the model": path}
         files = RowFiles(folder, known, strategy)
         todo = len(prompts) - len(files.done) - len(files.unscored)
@@ -73,6 +74,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
 def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Measure], rule: Correctness) -> None:
     """Write ``results.jsonl`` and ``differences.jsonl``, and print their tables."""
     scored = [parts_of(row) for found in rows.values() for row in found if row["reward"] is not None]
+    check_accuracy_part(rule.accuracy_part, (), scored)
     rule.observe(scored)
     undefined = [parts for parts in scored if rule.is_right(parts) is None]
     if undefined:

@@ -4,15 +4,32 @@ The part is, in this order: that of ``--accuracy_part``; one called ``accuracy``
 returns; a built-in rule (``math``, ``exact``, ``choice``, ``answer``); the only other part, if all of its values have
 been 0 or 1. Without such a part nothing says what is right, and there is no accuracy.
 """
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lightrft.config.reward_schema import RewardConfig
 from lightrft.rewards.spec import parse_models
+from lightrft.utils.errors import did_you_mean, UserError
 
 RULES = ("math", "exact", "choice", "answer")  # built-in parts that give 1 to a right answer
 FORMS = ("format", "tags")  # built-in parts that judge only the form
 Parts = Mapping[str, float | None]  # of a scored answer, by name; numbers that a function returns are "part/key"
+
+
+def check_accuracy_part(accuracy_part: str | None, names: Iterable[str], answers: Collection[Parts] = ()) -> None:
+    """Raise :class:`UserError` if nothing has the name that ``--accuracy_part`` gives.
+
+    Args:
+        names: of the parts of the run's rewards.
+        answers: scored ones; a number "part/key" is not known before its part has judged one of them.
+    """
+    known = {*names, *(name for parts in answers for name in parts)}
+    part, of_function, _ = (accuracy_part or "").rpartition("/")
+    awaited = of_function and part in known and all(parts.get(part) is None for parts in answers)
+    if accuracy_part is not None and accuracy_part not in known and not awaited:
+        raise UserError(f"--accuracy_part {accuracy_part}: no reward of this run gives it"
+                        f"{did_you_mean(accuracy_part, known)}; they give: {', '.join(sorted(known))}. Name one of "
+                        "these, or a number that a function returns with every answer, as part/key")
 
 
 class Correctness:
@@ -38,6 +55,14 @@ class Correctness:
         for parts in answers:
             self.seen.update(parts)
             self.graded.update(name for name, value in parts.items() if value not in (0, 1, None))
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return what all answers so far have shown, for a run that resumes."""
+        return {"seen": sorted(self.seen), "graded": sorted(self.graded)}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.seen, self.graded = {*state["seen"]}, {*state["graded"]}
 
     def is_right(self, parts: Parts, weights: Mapping[str, Any] | None = None) -> bool | None:
         """Return True for a right answer, False for a wrong one, None where no part says what is right.

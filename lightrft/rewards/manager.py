@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, NamedTuple
 from lightrft.config.reward_schema import RewardConfig, SUITE_LABEL
 from lightrft.rewards.base import Outcome, RewardInput, Score
 from lightrft.rewards.judge import judge_reward
-from lightrft.rewards.spec import (add_recipe, file_part, function_part, named_part, parse_entry, parse_models,
+from lightrft.rewards.spec import (add_recipe, file_part, function_part, named_part, parse_entry, parse_models, RECIPES,
                                    RewardPart, RewardRecipe, recipe_for, remote_part, Submit)
 from lightrft.rewards.timeouts import GroupBudget, RewardBudget
 from lightrft.rewards.workers.pool import WorkerPool
@@ -150,6 +150,11 @@ class RewardManager:
         if key not in self._recipes:
             self._recipes[key] = [(self._part(name), weight) for name, weight in own or recipe_for(item)]
         return self._recipes[key]
+
+    def part_names(self) -> set[str]:
+        """Return the names of all parts that may judge a row, those of suites left out."""
+        recipes = [*self.own_recipes.values(), *([] if self._fixed else RECIPES.values())]
+        return {part.name for part, _ in self._fixed} | {name for recipe in recipes for name, _ in recipe}
 
     def collect(self, handle: Handle) -> list[Score]:
         """Wait for a submission and return scores in its order; log each cause of unscored responses once.

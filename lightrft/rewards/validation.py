@@ -15,8 +15,8 @@ class RewardProbeError(UserError):
     """A reward gives no learning signal: it prefers the wrong answer, sees no difference, or scores nothing."""
 
 
-def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
-    """Try each distinct reward of ``rows`` on one row (one with a reference, where there is one).
+def probe(manager: RewardManager, rows: list[RewardInput]) -> list[Score]:
+    """Try each distinct reward of ``rows`` on one row (one with a reference, where there is one); return the scores.
 
     Raises ``ValueError`` for a row without a reward, and ``RewardProbeError`` as :func:`check_references`, when nothing
     could be scored, or when the built-in parts do not score the known-good answer above the known-bad one. Rewards of
@@ -29,8 +29,7 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> None:
         if kind not in chosen or (chosen[kind].reference is None and row.reference is not None):
             chosen[kind] = row
     with one_rank_warns("rewards"):
-        for row in chosen.values():
-            _probe_row(manager, row)
+        return [score for row in chosen.values() for score in _probe_row(manager, row)]
 
 
 def check_references(manager: RewardManager, rows: Iterable[RewardInput]) -> None:
@@ -89,7 +88,7 @@ def _errors(scores: list[Score]) -> list[str]:
     return sorted({score.error for score in scores if score.error is not None})
 
 
-def _probe_row(manager: RewardManager, row: RewardInput) -> None:
+def _probe_row(manager: RewardManager, row: RewardInput) -> list[Score]:
     scores = score_answers(manager, row)
     if all(score.total is None for score in scores):
         raise nothing_scored(row, scores)
@@ -97,6 +96,7 @@ def _probe_row(manager: RewardManager, row: RewardInput) -> None:
         warn_of_all(f"probing the reward on {_name(row)}: some answers were left unscored ({', '.join(errors)})")
     if row.reference is not None:
         _compare(manager, row, scores)
+    return scores
 
 
 def _compare(manager: RewardManager, row: RewardInput, scores: list[Score]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
-from lightrft.rewards.correctness import Correctness
+from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
@@ -83,6 +83,9 @@ class Evaluator:
     def _define_right(self, scored: list[ScoredSample]) -> None:
         """Learn which part says what is right; say once, on one rank, where none does."""
         self.correctness.observe(sample.parts for sample in scored)
+        if not self.config.reward.reward_probe:  # which knows the numbers of functions before the run
+            check_accuracy_part(self.correctness.accuracy_part, self.correctness.seen,
+                                [sample.parts for sample in scored])
         undefined = [
             sample.parts for sample in scored if self.correctness.is_right(sample.parts, sample.weights) is None
         ]

@@ -167,11 +167,13 @@ class PPOTrainer(BaseTrainer):
             self.strategy.save_model(self.prepared["critic"], self.log.folder / "hf_critic")
 
     def extra_state(self) -> dict[str, Any]:
-        """Return sampler position, carried groups, coefficients, reward normalisation, bad steps and tripwires."""
+        """Return sampler position, carried groups, coefficients, reward normalisation, bad steps, tripwires
+        and which parts of the reward have graded."""
         return {
             "loader": self.loader.state_dict(), "groups": self.source.state_dict(), "kl": self.kl.state_dict(),
             "entropy": self.entropy.state_dict(), "calculator": self.maker.calculator.state_dict(),
-            "update": self.update.state_dict(), "tripwires": self.tripwires.state_dict()
+            "update": self.update.state_dict(), "tripwires": self.tripwires.state_dict(),
+            "correctness": None if self.evaluator is None else self.evaluator.correctness.state_dict()
         }  # yapf: disable
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -184,6 +186,8 @@ class PPOTrainer(BaseTrainer):
         self.maker.calculator.load_state_dict(state["calculator"])
         self.update.load_state_dict(state["update"])
         self.tripwires.load_state_dict(state["tripwires"])
+        if self.evaluator is not None and state["correctness"] is not None:
+            self.evaluator.correctness.load_state_dict(state["correctness"])
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient after the step that used it; return the coefficient that was used.

@@ -17,6 +17,7 @@ from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.loader import check_context, load_actor, load_critic, logit_count
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.rope import fix_length
+from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_references, check_spread, probe
@@ -75,15 +76,17 @@ def build_models(config: Config, strategy: StrategyBase) -> Models:
 
 
 def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
-    """Raise if the rewards cannot fill a batch of dynamic sampling, cannot read the references of prompts, or do not
-    separate good from bad answers."""
+    """Raise if the rewards lack the part of ``--accuracy_part``, cannot fill a batch of dynamic sampling, cannot read
+    the references of prompts, or do not separate good from bad answers."""
+    check_accuracy_part(config.eval.accuracy_part, rewards.part_names())
     if not (config.rollout.dynamic_sampling or config.reward.reward_probe):
         return  # the data may be large: do not read it for nothing
     asked = [reward_input(prompt, "") for prompt in prompts]
     if config.rollout.dynamic_sampling:
         check_spread(rewards, asked, config.algorithm.zero_spread)
     if config.reward.reward_probe:
-        probe(rewards, asked)
+        scores = probe(rewards, asked)
+        check_accuracy_part(config.eval.accuracy_part, rewards.part_names(), [score.parts for score in scores])
         check_references(rewards, [reward_input(prompt, "") for prompt in held_out])
 
 

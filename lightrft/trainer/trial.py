@@ -34,6 +34,7 @@ from lightrft.models.loader import check_context, media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
 from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
@@ -117,6 +118,12 @@ def _tokenizer(path: str, template: str | None) -> Generator[str, None, PreTrain
 
 @try_inputs.register
 def _try_evaluation(config: EvaluateConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
+    if config.evaluation.accuracy_part:
+        rewards = RewardManager(config.score.as_reward_config())
+        try:
+            check_accuracy_part(config.evaluation.accuracy_part, rewards.part_names())
+        finally:
+            rewards.shutdown()
     for path in config.model.pretrain:
         yield from _generated(config.as_config(path), ["eval"], {}, context.cuda)
 
@@ -148,6 +155,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
     rewards = RewardManager(config.reward, context.functions, ScorerSetup(media=store, data=config.data))
     try:
+        check_accuracy_part(config.eval.accuracy_part, rewards.part_names())
         for where, record in tried.items():
             yield _scored(rewards, record, where, config, tokenizer)
     finally:
@@ -355,6 +363,7 @@ def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
         probed = score_answers(rewards, row)
         if all(one.error == "none" for one in probed):
             raise nothing_scored(row, probed)
+    check_accuracy_part(config.eval.accuracy_part, rewards.part_names(), [score.parts])
     parts = ", ".join(f"{name} {'unscored' if value is None else show(value)} x {show(score.weights[name])}"
                       for name, value in score.parts.items() if name in score.weights)  # yapf: disable
     total = f"unscored: {score.error}" if score.total is None else f"{score.total:.6g}"

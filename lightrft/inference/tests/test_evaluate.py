@@ -22,6 +22,7 @@ from lightrft.tests.support.generate_flips import EVALUATE_FLIPS
 from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.runs import read_lines
 from lightrft.utils import tables
+from lightrft.trainer.trial import try_inputs
 from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
@@ -54,12 +55,17 @@ def fixture_home(tmp_path_factory):
 
 def run(home, save, **given):
     """One evaluation to its end, in this process."""
+    parsed = parsed_of(home, save, **given)
+    evaluate(parsed, exits=False)
+    return Run(parsed.config.folder)
+
+
+def parsed_of(home, save, **given):
+    """The options of an evaluation."""
     values = {"pretrain": ["@home/model"], "eval_data": ["@home/test.jsonl"], "output_path": str(save / "out"),
               "score": ["@home/reward.py"], **SMALL, **given}  # yapf: disable
     text = json.dumps(values).replace("@home", str(home)).replace("@save", str(save))
-    parsed = parse_config([], defaults=json.loads(text), tree=EvaluateConfig)
-    evaluate(parsed, exits=False)
-    return Run(parsed.config.folder)
+    return parse_config([], defaults=json.loads(text), tree=EvaluateConfig)
 
 
 @pytest.mark.parametrize("name", list(EVALUATE_FLIPS))
@@ -92,6 +98,18 @@ def test_models_are_compared_on_the_same_prompts(home, tmp_path, capsys):
     means = {row["model"]: row["value"] for row in both.results if row["metric"] == "reward"}
     assert gap["difference"] == pytest.approx(means["other"] - means["model"]) and gap["prompts"] == 6
     assert not list(both.folder.glob("*.parts"))
+
+
+def test_a_part_that_no_reward_has_is_an_error(home, tmp_path):
+    """Known at the start; the number of a function, once it has judged: the answers stay."""
+    with pytest.raises(UserError, match=r"--accuracy_part compute_scor: .*did you mean compute_score\?"):
+        run(home, tmp_path, accuracy_part="compute_scor")
+    assert not (tmp_path / "out" / "model.parts").exists()
+    with pytest.raises(UserError, match="--accuracy_part compute_scor: "):
+        list(try_inputs(parsed_of(home, tmp_path, accuracy_part="compute_scor").config))
+    with pytest.raises(UserError, match="--accuracy_part compute_score/acc: .*; they give: compute_score. "):
+        run(home, tmp_path, accuracy_part="compute_score/acc")
+    assert run(home, tmp_path, accuracy_part="compute_score").results
 
 
 def test_names_of_models_are_the_ends_of_their_paths():

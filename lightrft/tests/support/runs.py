@@ -73,6 +73,10 @@ class Judge(RewardManager):
         """One part for every row."""
         return [(self.part, 1.0)]
 
+    def part_names(self) -> set[str]:
+        """The name of this part."""
+        return {self.part.name}
+
 
 def write_home(folder: Path) -> Path:
     """A one-layer model and its tokenizer in ``folder/model``, prompts in ``folder/{train,test}.jsonl``; returns it."""

@@ -11,7 +11,9 @@ import torch
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import field, runs
 from lightrft.trainer.evaluator import pass_at_k, wilson_interval
+from lightrft.trainer.trial import try_inputs
 from lightrft.utils.curve import panels
+from lightrft.utils.errors import UserError
 from lightrft.utils.run_summary import RunSummary
 
 no_picture = runs.no_picture
@@ -73,6 +75,40 @@ def test_accuracy_is_the_share_of_right_answers_whatever_the_weights(home, tmp_p
     assert [change.name for change in RunSummary.of(run.lines).changes][0] == "eval/all/avg@1"
     named, said, _ = held_out([f"{tmp_path}/graded.py=0.9", "format=0.09"], accuracy_part="compute_score/boxed")
     assert named == [1.0, pytest.approx(0.45)] and "Remedy" not in said
+
+
+def test_a_resumed_run_knows_that_a_part_has_graded(home, tmp_path):
+    """The first evaluation sees 0.5, the second one 0 and 1 alone: the straight run has no accuracy, nor has the
+    resumed one; a run that has seen nothing else has one."""
+    options = dict(eval_data=[str(home / "test.jsonl")], eval_steps=1, disable_ckpt=False, save_steps=1)
+    config = runs.config_of(home, tmp_path, **options)
+    graded = runs.Judge(config.reward, lambda item: Outcome(0.5))
+    binary = runs.Judge(config.reward, lambda item: Outcome(float(item.reference in "02")))
+    runs.run(home, tmp_path / "run", graded, **options)
+    for name, resumed in (("run", True), ("new", False)):
+        later = runs.run(home, tmp_path / name, binary, **options, max_steps=2, load_checkpoint=resumed).metrics
+        assert later["eval/all/avg@1"] == 0.5 and ("eval/all/pass@1" in later) is not resumed
+
+
+GRADED = "def compute_score(data_source, solution_str, ground_truth):\n    return {'score': 0.5, 'boxed': 1.0}\n"
+
+
+@pytest.mark.parametrize("part,said", [
+    ("compute_scor", r"gives it \(did you mean compute_score\?\); they give: compute_score, format"),
+    ("compute_score/boxd", r"compute_score/boxed\?\); they give: compute_score, compute_score/boxed, format")
+])  # yapf: disable
+def test_a_part_that_no_reward_has_ends_the_run_when_the_names_are_known(home, tmp_path, part, said):
+    """Parts at the start, numbers of functions with the first call: the probe, or an evaluation without one."""
+    (tmp_path / "graded.py").write_text(GRADED)
+    options = dict(reward=[f"{tmp_path}/graded.py", "format"], eval_data=[str(home / "test.jsonl")], eval_steps=1,
+                   accuracy_part=part)  # yapf: disable
+    with pytest.raises(UserError, match=f"--accuracy_part {part}: .*{said}"):
+        runs.build(home, tmp_path / "probed", **options, reward_probe=True)
+    with pytest.raises(UserError, match=f"--accuracy_part {part}: .*{said}"):
+        runs.ready(home, tmp_path / "run", **options).evaluator.run()
+    config = runs.config_of(home, tmp_path / "plan", **options)
+    with pytest.raises(UserError, match=f"--accuracy_part {part}: .*{said}"):
+        list(try_inputs(config))
 
 
 def test_metrics_per_source(home, tmp_path):
@@ -159,7 +195,7 @@ def test_an_evaluation_touches_no_training_state(home, tmp_path):
 
     def state():
         extra = made.extra_state()
-        del extra["tripwires"]  # they watch the evaluations, and only tell
+        del extra["tripwires"], extra["correctness"]  # they watch the evaluations, and only tell
         own = {name: value.clone() for name, value in made.strategy.state_dict(made.prepared["actor"]).items()}
         return own, extra, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
 
