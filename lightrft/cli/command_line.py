@@ -1,6 +1,8 @@
 """Options of a command that runs something, and what is refused before torch is imported."""
+import logging
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from lightrft.config.cli import exit_on_config_error, parse_config, ParsedConfig
@@ -8,6 +10,29 @@ from lightrft.config.layers import with_sources
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.utils.errors import UserError
+
+_checks = ContextVar("checks", default=False)  # commands end with _Checked in place of their run
+
+
+class _Checked(Exception):
+    """End of a command whose command line has no mistake that is known before torch is imported."""
+
+
+def check_command(command: Callable[[Sequence[str]], object], words: Sequence[str]) -> None:
+    """Refuse what ``command`` would refuse before torch is imported, and run nothing; its ranks log what they read.
+
+    Raises:
+        SystemExit: 2 with the problems on stderr.
+    """
+    token = _checks.set(True)
+    logging.disable(logging.WARNING)
+    try:
+        command(words)
+    except _Checked:
+        pass
+    finally:
+        logging.disable(logging.NOTSET)
+        _checks.reset(token)
 
 
 def on_one_machine() -> bool:
@@ -66,4 +91,6 @@ def parse_command(argv: Sequence[str] | None, prog: str | None, description: str
     if on_one_machine():
         with exit_on_config_error(prog):
             refuse_early(parsed)
+    if _checks.get():
+        raise _Checked
     return parsed

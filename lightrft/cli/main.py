@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from lightrft import __version__
+from lightrft.cli.command_line import check_command
 from lightrft.cli.foreign_commands import unknown_command
 from lightrft.cli.offline import OFFLINE
 
@@ -23,6 +24,7 @@ COMMANDS = {
     "report": ("lightrft.cli.report", "write the report of a run again"),
     "doctor": ("lightrft.cli.doctor", "check the machine, the packages and a planned run"),
 }
+UNCHECKED = ("export", "convert", "merge_lora", "report", "doctor")  # they read no options of a run
 USAGE = "usage: lightrft COMMAND [--nproc N] [--option value ...]\n\n" + "".join(
     f"  {name:<10} {text}\n" for name, (_, text) in COMMANDS.items()) + """
   --nproc N  start N processes on this machine, one per GPU
@@ -56,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if "--dry_run" in words:
         with as_first_of(ranks):
             return import_module(module).main(words)
+    if name not in UNCHECKED:
+        with as_first_of(ranks):
+            check_command(import_module(module).main, words)
     return launch(ranks, module, words)
 
 
@@ -74,7 +79,7 @@ def take_nproc(words: list[str]) -> tuple[str, list[str]]:
 
 @contextmanager
 def as_first_of(ranks: str) -> Iterator[None]:
-    """Let this process be rank 0 of ``ranks``: a plan talks to no other rank, so the others need not start."""
+    """Let this process be rank 0 of ``ranks``: a plan, or a check of the words, talks to no other rank."""
     before = dict(os.environ)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     try:

@@ -88,13 +88,13 @@ INPUTS = {
     "generate --eval_task rm --prompt_data broken.jsonl --score exact": BROKEN,
 }
 PROGRAM = """
-import contextlib, io, sys
+import contextlib, io, itertools, sys
 from lightrft import SFT
 from lightrft.cli.main import main
-for command, told in {inputs}.items():
+for (command, told), ranks in itertools.product({inputs}.items(), ([], ["--nproc", "2"])):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            main([*command.split(), "--pretrain", "."])
+            main([*command.split(), "--pretrain", ".", *ranks])
         except SystemExit as end:
             assert end.code == 2, command
     assert told in said.getvalue(), (command, said.getvalue())
@@ -108,7 +108,7 @@ assert "torch" not in sys.modules
 
 
 def test_a_mistake_in_rows_batches_or_reward_files_does_not_wait_for_torch(tmp_path, monkeypatch):
-    """Of every command that reads them, and of a Python program."""
+    """Of every command that reads them, for several ranks too, and of a Python program."""
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     (tmp_path / "broken.jsonl").write_text('{"prompt": "1?", "response": "1"}\n{"prompt": ')

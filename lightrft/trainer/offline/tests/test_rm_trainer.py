@@ -109,6 +109,15 @@ def test_loss_gradient_and_evaluation_are_those_of_hugging_face(base, straight, 
         assert whole[key] == pytest.approx(got[key], rel=1e-5), key
 
 
+def test_a_tie_of_scores_counts_half(base, tmp_path):
+    """A head of zeros cannot tell the answers apart: it is as often right as a guess, before the first update too."""
+    trainer = trainer_of(config_of(base, tmp_path))
+    with torch.no_grad():
+        trainer.actor.model.hf_model.score.weight.zero_()
+    assert trainer.evaluate()["eval/accuracy"] == 0.5 == trainer.train_step()["rm/accuracy"]
+    assert trainer.evaluate()["eval/accuracy"] > 0.5
+
+
 def test_it_learns_and_is_exported_as_a_classifier_with_the_moments_of_its_rewards(base, straight):
     lines = metrics(straight)
     assert lines[0]["rm/loss"] > 0.69 and lines[-1]["rm/loss"] < 0.6 and lines[-1]["eval/accuracy"] == 1.0
