@@ -201,13 +201,22 @@ class Renderer:
         behind = [_behind(head, whole, len(context)) for head, whole, context in zip(heads, wholes, contexts)]
         return [self._unblanked(text) if found is None else found for found, text in zip(behind, texts)]
 
+    def encode_inside(self, texts: list[str]) -> list[list[int]]:
+        """Tokenize texts that stand somewhere in another one: none begins with a blank that it does not have."""
+        if not self._adds_blank:
+            return [ids for ids, _ in self._tokens(texts)]
+        return [self._unblanked(text)[0] for text in texts]
+
     def _unblanked(self, text: str) -> tuple[list[int], list[int]]:
-        """Tokenize a text behind a character with which its start does not merge."""
-        for mark in _MARKS:
-            head, whole = self._tokens([mark, mark + text])
-            if (found := _behind(head, whole, len(mark))) is not None:
-                return found
-        return self._tokens([text])[0]
+        mark = self.mark_before(text)
+        head, whole = self._tokens([mark, mark + text])
+        return _behind(head, whole, len(mark)) or whole
+
+    def mark_before(self, *texts: str) -> str:
+        """Return a character with which the start of no text merges; empty where no blank is put before a text."""
+        marks = _MARKS if self._adds_blank else ()
+        return next((mark for mark in marks if all(
+            _behind(*self._tokens([mark, mark + text]), len(mark)) is not None for text in texts)), "")  # yapf: disable
 
     @cached_property
     def _adds_blank(self) -> bool:

@@ -13,6 +13,7 @@ from lightrft.config.options import finite
 from lightrft.config.rm_schema import single_token, StepDataConfig, StepFormat
 from lightrft.datasets.prompts_dataset import usable
 from lightrft.datasets.records import check_named_columns, Message, missing, to_messages, with_system
+from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
@@ -160,19 +161,24 @@ class Labels:
         return f"one of --reward_tokens {' '.join(words)}{shared}. Correct it"
 
 
-def encode_steps(heads: list[list[int]], steps: list[list[str]], placeholder: int,
-                 tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
-    """Join the tokens of prompts with those of their steps, each of which is followed by the placeholder.
+def encode_steps(prompts: list[tuple[str, list[int]]], steps: list[list[str]], form: StepFormat,
+                 renderer: Renderer) -> list[Encoded]:
+    """Join the tokens of ``prompts``, (text, tokens) each, with those of their steps, each of which is followed by the
+    placeholder.
 
-    Texts are tokenized one by one. So the tokens of a step do not depend on what follows it, and the placeholder is
-    always a token of its own. The mask is True on these placeholders.
+    Texts are tokenized one by one: the first step behind its prompt, as an answer is, and the others without a blank
+    that a tokenizer puts before every text. So the tokens of a step do not depend on what follows it, and the
+    placeholder is always a token of its own. The mask is True on these placeholders.
     """
-    texts = [*chain.from_iterable(steps)]
-    ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else ())
-    rows = [[[*next(ids), placeholder] for _ in each] for each in steps]
-    return [(head + [*chain.from_iterable(row)],
-             [False] * len(head) + [i == len(part) - 1 for part in row for i in range(len(part))])
-            for head, row in zip(heads, rows)]  # yapf: disable
+    placeholder, examples = form.placeholder_id(renderer.tokenizer), list[Encoded]()
+    first = renderer.encode_after([text for text, _ in prompts], [(each or [""])[0] for each in steps])
+    others = iter(renderer.encode_inside([text for texts in steps for text in texts[1:]]))
+    for (_, head), (begun, _), texts in zip(prompts, first, steps):
+        pieces = [begun, *(next(others) for _ in texts[1:])][:len(texts)]
+        ids = [*head, *chain.from_iterable([*piece, placeholder] for piece in pieces)]
+        ends = {len(head) + end for end in accumulate(len(piece) + 1 for piece in pieces)}
+        examples.append((ids, [i + 1 in ends for i in range(len(ids))]))
+    return examples
 
 
 class StepDataset(TokenizedDataset[StepExample]):
@@ -186,8 +192,8 @@ class StepDataset(TokenizedDataset[StepExample]):
 
     def __init__(self, cfg: StepDataConfig, tokenizer: "PreTrainedTokenizerBase", split: str = "train",
                  media: "MediaStore | None" = None) -> None:
-        self._cfg, form = cfg, cfg.form
-        self._placeholder, self._labels = form.placeholder_id(tokenizer), Labels(form, tokenizer)
+        self._cfg, self._labels = cfg, Labels(cfg.form, tokenizer)
+        cfg.form.placeholder_id(tokenizer)  # checked before the rows are read
         super().__init__(cfg.as_data_config(), tokenizer, cfg.max_len, split, media)
 
     def read(self, entry: int, rows: Rows) -> list[StepExample]:
@@ -203,18 +209,18 @@ class StepDataset(TokenizedDataset[StepExample]):
         found = with_media(rows, chats, self._renderer.cfg, self._media)
         rows, solutions, labels = rows.pick(found), [solutions[i] for i in found], [labels[i] for i in found]
         heads = [self._head(each, chat) for each, chat in zip(solutions, found.values())]
-        encoded = encode_steps(heads, [each.steps for each in solutions], self._placeholder, self._renderer.tokenizer)
+        encoded = encode_steps(heads, [each.steps for each in solutions], self._cfg.form, self._renderer)
         media = [chat.media for chat in found.values()]
         return [StepExample(f"{entry}:{rows.number(i)}", *encoded[i], media[i], labels[i])
                 for i in self.fitting(rows, [len(ids) for ids, _ in encoded])]  # yapf: disable
 
-    def _head(self, solution: Solution, chat: Conversation) -> list[int]:
-        """Tokenize what comes before the steps; of a whole solution, the tokenizer's first token."""
+    def _head(self, solution: Solution, chat: Conversation) -> tuple[str, list[int]]:
+        """Return the text and the tokens before the steps; of a whole solution, the tokenizer's first token."""
         if chat.messages is None:
             text = "" if solution.prompt is None else self._renderer.text(str(solution.prompt))
-            return self._renderer.encode_text([text])[0]
-        texts, ids = self._renderer.encode_chats([chat.messages], [solution.template_kwargs])
-        return self._media.encode(texts[0], chat.media) if self._media is not None and chat.media else ids[0]
+            return text, self._renderer.encode_text([text])[0]
+        (text, ), (ids, ) = self._renderer.encode_chats([chat.messages], [solution.template_kwargs])
+        return text, self._media.encode(text, chat.media) if self._media is not None and chat.media else ids
 
 
 def split_steps(response: str, form: StepFormat, separator: str) -> list[str]:

@@ -46,7 +46,7 @@ class StepReward(ModelReward[ProcessRewardModel]):
         load = partial(load_process_reward_model, PolicyModelConfig(pretrain=path), form, form.reward_ids(tokenizer),
                        False)
         super().__init__(path, load, cfg, setup)
-        self.form, self.placeholder, self.reduce = form, form.placeholder_id(tokenizer), REDUCTIONS[cfg.step_reward]
+        self.form, self.reduce = form, REDUCTIONS[cfg.step_reward]
         self.apart = cfg.step_reward == "per_step"
         self.separator = form.step_separator if cfg.step_separator is None else line_breaks(cfg.step_separator)
 
@@ -55,9 +55,9 @@ class StepReward(ModelReward[ProcessRewardModel]):
         reader = self.reader
         prompts = reader.renderer.encode([reader.prompt(item) for item in items],
                                          [item.template_kwargs for item in items])
-        heads = [reader.ids(text, ids, keys) for (text, ids), keys in zip(prompts, media)]
+        heads = [(text, reader.ids(text, ids, keys)) for (text, ids), keys in zip(prompts, media)]
         steps = [split_steps(item.response, self.form, self.separator) for item in items]
-        return encode_steps(heads, steps, self.placeholder, reader.renderer.tokenizer)
+        return encode_steps(heads, steps, self.form, reader.renderer)
 
     def judge(self, model: ProcessRewardModel, exp: Experience) -> list[Outcome]:
         """Implement :meth:`ModelReward.judge`; the number of steps goes to the metrics."""

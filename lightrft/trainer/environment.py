@@ -4,6 +4,8 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.rendering import Renderer
 from lightrft.rollout.engine import Continuation, Ended, NextTurn
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
@@ -13,8 +15,8 @@ class Environment(Protocol):
     """Answers the turns of a policy. It is called on the rank that generates the response, and keeps no state of it.
 
     Its answers become tokens of the response that the policy did not sample: they are not in the loss, have no
-    log-prob, and count in lengths (metrics, limits and the overlong penalty). Rewards see the whole response.
-    Evaluation uses the same environment.
+    log-prob, and count in lengths (metrics, limits and the overlong penalty). They begin with no blank that they do not
+    have themselves. Rewards see the whole response. Evaluation uses the same environment.
     """
 
     def turn(self, prompt: Prompt, response: str) -> str | None:
@@ -35,6 +37,8 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
     if environment is None:
         return None
 
+    renderer = Renderer(DataConfig(), tokenizer)
+
     def ask(ended: Ended) -> list[Continuation | None]:
         begun = [so_far(i, k) for i, k, _ in ended]
         texts = tokenizer.batch_decode([tokens + done.token_ids for (_, tokens), (*_, done) in zip(begun, ended)],
@@ -44,9 +48,7 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
             if not (answer is None or isinstance(answer, str)):
                 raise UserError(f"the environment answers the prompt {prompt.uid!r} with {answer!r}; turn() returns a "
                                 "text, or None to end the response")
-        return [
-            None if answer is None else Continuation(tokenizer.encode(answer, add_special_tokens=False))
-            for answer in answers
-        ]
+        tokens = iter(renderer.encode_inside([answer for answer in answers if answer is not None]))
+        return [None if answer is None else Continuation(next(tokens)) for answer in answers]
 
     return ask

@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft import __version__
 from lightrft.config.rm_schema import StepFormat
+from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten, options
+from lightrft.datasets.rendering import Renderer
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import media_kinds, read_config
 from lightrft.models.reward_model import STEPS
@@ -108,11 +110,14 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 {head}
 placeholder, ends = {placeholder!r}, []  # follows every step
 for step in {steps!r}:
-    ids += tokenizer.encode(step, add_special_tokens=False) + tokenizer.encode(placeholder, add_special_tokens=False)
+    ids += {step}
+    ids += tokenizer.encode(placeholder, add_special_tokens=False)
     ends.append(len(ids) - 1)
 with torch.no_grad():
     logits = model(torch.tensor([ids])).logits[0, ends]
 {judged}"""
+_STEP = "tokenizer.encode(step, add_special_tokens=False)"
+_STEP_INSIDE = "tokenizer.encode({mark!r} + step, add_special_tokens=False)[{count}:]  # without a blank before it"
 _STEPS_OF_CHAT = """messages = [{"role": "user", "content": "What is 12+30?"}]
 ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"""
 _STEPS_OF_TEXT = """ids = tokenizer.encode("What is 12+30? ")"""
@@ -194,9 +199,11 @@ def _scores(architecture: str, head: dict[str, Any], folder: Path, tokenizer: Pr
 
 def _judgements(form: StepFormat, folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the code that loads a process reward model and judges the steps of a solution."""
-    first, second = "2+0=2", "1+3=4"
+    steps = ["2+0=2", f"{form.step_separator}1+3=4"]
+    mark = Renderer(DataConfig(), tokenizer).mark_before(*steps)
+    inside = _STEP_INSIDE.format(mark=mark, count=len(tokenizer.encode(mark, add_special_tokens=False)))
     return _STEPS.format(folder=str(folder), head=_STEPS_OF_CHAT if tokenizer.chat_template else _STEPS_OF_TEXT,
-                         placeholder=form.placeholder_token, steps=[first, form.step_separator + second],
+                         placeholder=form.placeholder_token, steps=steps, step=inside if mark else _STEP,
                          judged=_GOOD.format(words=form.reward_tokens) if form.reward_tokens else _LABELS)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.schema import RolloutConfig
+from lightrft.config.schema import DataConfig, RolloutConfig
 from lightrft.datasets.records import prefill_of
+from lightrft.datasets.rendering import Renderer
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
@@ -26,8 +27,8 @@ def sample_seed(*path: int | str) -> int:
 
 
 def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the token of every stop string; a string that is not exactly one token is an error."""
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
+    """Return the token that every stop string is within a text; one that is not exactly one token is an error."""
+    ids = Renderer(DataConfig(), tokenizer).encode_inside(stop)
     for text, tokens in zip(stop, ids):
         if len(tokens) != 1:
             raise UserError(

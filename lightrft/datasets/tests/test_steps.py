@@ -2,9 +2,12 @@
 import pytest
 
 from lightrft.config.rm_schema import StepDataConfig, StepFormat
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, hold_rows, UnusableRow
 from lightrft.datasets.steps import encode_steps, split_steps, StepDataset
 from lightrft.tests.support import tiny
+from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.utils.errors import UserError
 
 TOKENIZER = tiny.tokenizer()
@@ -113,9 +116,24 @@ def test_long_solutions_are_dropped_and_counted():
 
 
 def test_responses_are_split_like_solutions():
-    form = StepFormat("#", ["+", "-"], "; ")
+    form, renderer = StepFormat("#", ["+", "-"], "; "), Renderer(DataConfig(), TOKENIZER)
+    placeholder, *_ = TOKENIZER("#").input_ids
     assert split_steps("a\n\n b#c \n", form, "\n") == ["a", ";  bc "] and split_steps(" \n#", form, "\n") == []
-    assert encode_steps([[7]], [["2", "; 3"]], 9, TOKENIZER) == [
-        ([7, *TOKENIZER("2").input_ids, 9, *TOKENIZER("; 3").input_ids, 9],
+    assert encode_steps([("a", [7])], [["2", "; 3"]], form, renderer) == [
+        ([7, *TOKENIZER("2").input_ids, placeholder, *TOKENIZER("; 3").input_ids, placeholder],
          [False, False, True, False, False, False, True])]  # yapf: disable
-    assert encode_steps([[7]], [[]], 9, TOKENIZER) == [([7], [False])]
+    assert encode_steps([("a", [7])], [[]], form, renderer) == [([7], [False])]
+
+
+@pytest.mark.parametrize("row, prompt", [
+    (TRL, "1+1?\n"),
+    ({"input": "1+1?\n2<E>\n2.0<E>", "label": ["<U>", "<A>"]}, "1+1?\n"),
+    (TRL | {"prompt": [{"role": "user", "content": "1+1?"}]},
+     "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"),
+])  # yapf: disable
+def test_no_blank_comes_before_a_step(row, prompt):
+    """Though the tokenizer puts one before every text, also before what follows a special token."""
+    tokenizer, form = metaspace(tiny.CHATML), {"placeholder_token": "<E>", "reward_tokens": ["<U>", "<A>"]}
+    example = StepDataset(StepDataConfig(train_data=[hold_rows([row])], **form), tokenizer)[0]
+    steps = ["2", "<E>", "\n", "2", ".", "0", "<E>"]
+    assert tokenizer.convert_ids_to_tokens(example.token_ids) == tokenizer.tokenize(prompt) + steps

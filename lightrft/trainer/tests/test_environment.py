@@ -1,10 +1,16 @@
 """An environment that answers: whole runs on responses of several turns, with the mask, the log-probs and the text."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
+from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs
-from lightrft.trainer.samples import ResponseGroup
+from lightrft.tests.support.boundary_tokenizers import metaspace
+from lightrft.trainer.environment import next_turn
+from lightrft.trainer.samples import ResponseGroup, stop_token_ids
+from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
 no_picture = runs.no_picture
@@ -117,3 +123,16 @@ def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path
     made.maker.advance([group], "draw", 1, set())
     assert all(text.startswith("b" + ANSWER) for _, text in made.maker.environment.asked)
     assert made.maker.environment.asked and not group.open
+
+
+def test_answers_have_no_blank_of_the_tokenizer_before_them():
+    """Which puts one before every text; the environment's own stays. A stop string is its token in a text."""
+    tokenizer, prompt = metaspace(), Prompt("u", [1], "a")
+    done = Completion(tokenizer.encode("b]"), [0.0] * 3, "stop")
+    for answer in ("[7] ", " [7] "):
+        ask = next_turn(SimpleNamespace(turn=lambda *_: answer), tokenizer, lambda i, k: (prompt, []))
+        (turn, again) = ask([(0, 0, done), (0, 1, done)])
+        assert "".join(tokenizer.convert_ids_to_tokens(turn.token_ids)) == answer.replace(" ", "▁")
+        assert again == turn
+    stops = stop_token_ids(["]", "\n", " ["], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(stops) == ["]", "\n", "▁["]

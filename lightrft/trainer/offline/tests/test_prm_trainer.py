@@ -9,11 +9,19 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.cli.export import export
 from lightrft.cli.merge_lora import merge
-from lightrft.config.rm_schema import PRMConfig, StepFormat
+from lightrft.config.rm_schema import PRMConfig, StepDataConfig, StepFormat
+from lightrft.config.schema import RewardConfig
+from lightrft.datasets.rows import hold_rows
+from lightrft.datasets.steps import StepDataset
 from lightrft.models.loader import reward_kind
+from lightrft.models.reward_model import STEPS
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.manager import RewardManager
 from lightrft.tests.support import preference_runs as runs
 from lightrft.tests.support import tiny
+from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.tests.support.runs import no_picture
+from lightrft.trainer.model_card import _judgements
 from lightrft.trainer.offline.prm_trainer import PRMTrainer
 from lightrft.types import Experience
 
@@ -127,6 +135,27 @@ def test_the_code_of_the_card_judges_steps_as_training_does(straight, home, tmp_
     with torch.no_grad():
         (wanted, ) = trainer.actor.model.eval()(exp, read=lambda logprobs, part: (logprobs.exp()[:, 0], ))
     assert shown == pytest.approx(wanted.tolist(), rel=1e-4) and len(shown) == 2
+
+
+def test_a_tokenizer_that_puts_blanks_before_texts(tmp_path, capsys):
+    """Training, reward and card judge the same tokens: no blank is before a step."""
+    folder, form = tmp_path / "judge", StepFormat("<E>", ["<U>", "<A>"])
+    tiny.save_model(folder, "llama", seed=3, initializer_range=0.4)
+    tiny.change_json(folder / "config.json", **{STEPS: vars(form)})
+    tokenizer = metaspace(tiny.CHATML)
+    tokenizer.save_pretrained(folder)
+    chat = [{"role": "user", "content": "What is 12+30?"}]
+    row = {"prompt": chat, "completions": ["2+0=2", "1+3=4"], "labels": [True, True]}
+    cfg = StepDataConfig(train_data=[hold_rows([row])], placeholder_token="<E>", reward_tokens=form.reward_tokens)
+    example, hf = StepDataset(cfg, tokenizer)[0], AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = hf(torch.tensor([example.token_ids])).logits[0][torch.tensor(example.loss_mask)]
+    wanted = logits[:, form.reward_ids(tokenizer)].softmax(-1)[:, 0].tolist()
+    manager = RewardManager(RewardConfig(reward_pretrain=[str(folder)], step_reward="per_step"))
+    (score, ) = manager.collect(manager.submit([RewardInput("", "2+0=2\n1+3=4", chat)]))
+    assert [reward for _, reward in score.steps] == pytest.approx(wanted, rel=1e-4)
+    exec(_judgements(form, folder, tokenizer), {})
+    assert json.loads(capsys.readouterr().out.rpartition("good ")[2]) == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.dist
