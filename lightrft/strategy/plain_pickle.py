@@ -2,6 +2,7 @@
 an inert object takes its place. So nothing of them runs, and honest files with foreign objects beside their tensors
 load."""
 import datetime
+import io
 import pickle
 import re
 import zipfile
@@ -98,14 +99,30 @@ def load_state(path: Path) -> Any:
         UserError: it holds something else.
     """
     try:
-        with torch.serialization.safe_globals(_VALUES):
-            return _load_any(path, map_location="cpu", weights_only=True)
+        return _load_values(path)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
         raise UserError(
             f"{path} holds {match[1] if match else 'something'} beside tensors and plain values, and is not "
             "read: that could run code. If a column of the data brought it, start without "
             "--load_checkpoint, or remove the column") from error
+
+
+def _load_values(file: Any) -> Any:
+    with torch.serialization.safe_globals(_VALUES):
+        return _load_any(file, map_location="cpu", weights_only=True)
+
+
+def reads_again(value: Any) -> bool:
+    """Return True if :func:`load_state` reads what ``torch.save`` makes of a value."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        _load_values(file)
+    except (pickle.PickleError, AttributeError, TypeError):  # it is refused, or no pickle can be made of it
+        return False
+    return True
 
 
 @contextmanager

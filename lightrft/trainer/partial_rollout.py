@@ -8,12 +8,14 @@ import torch
 
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
+from lightrft.strategy.plain_pickle import reads_again
 from lightrft.trainer.dynamic_sampling import warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.samples import pack_samples, ResponseGroup
 from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Prompt
+from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 
@@ -31,6 +33,18 @@ class Progress(NamedTuple):
     def version(self, step: int) -> int:
         """Return the version of the oldest token; ``step`` if there is none."""
         return step if self.oldest is None else self.oldest
+
+
+def check_saved(prompt: Prompt) -> None:
+    """Raise :class:`UserError` for a column that a checkpoint with the unfinished group could not keep."""
+    values = {**prompt.columns, "reference": prompt.reference}
+    if reads_again(values):
+        return
+    name, value = next((item for item in values.items() if not reads_again(item[1])), ("", values))
+    raise UserError(f"--oversample keeps rows in checkpoints, and {name!r} of row {prompt.uid} holds an object that is "
+                    f"not read again, because that could run code (of {type(value).__name__}, or in it). Give plain "
+                    "values (texts, numbers, lists, dicts, arrays), build the object in the reward or the environment, "
+                    "or add --disable_ckpt")
 
 
 class OversamplingSource:
@@ -56,6 +70,7 @@ class OversamplingSource:
         self.batch, self.size, self.max_staleness = (rollout.rollout_batch_size, rollout.n_samples_per_prompt,
                                                      rollout.max_staleness)
         self.most = ceil(rollout.oversample * self.batch - 1e-9)  # 1.1 * 10 is 11
+        self.saved = not config.checkpoint.disable_ckpt
         self.groups: list[ResponseGroup] = []  # of this rank
         self.progress: dict[int, Progress] = {}  # of all ranks, in the order in which they are trained
 
@@ -65,6 +80,8 @@ class OversamplingSource:
         """Make the rollout of one step."""
         missing = min(self.most, (self.total_steps - step) * self.batch) - len(self.progress)
         drawn = dict(self.loader.draw(max(0, missing)))
+        for prompt in drawn.values() if self.saved else ():
+            check_saved(prompt)
         self.progress |= {number: Progress(True, None, 0) for number in drawn}
         running = {number: each for number, each in self.progress.items() if each.open}
         due = {number for number, each in running.items() if each.version(step) + self.max_staleness <= step}

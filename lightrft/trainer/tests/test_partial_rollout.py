@@ -1,7 +1,7 @@
 """Oversampling: every prompt is trained once, whole and in time, with the log-probs of the weights that drew it."""
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.prompt_source import PromptSource
 from lightrft.types import Prompt
+from lightrft.utils.errors import UserError
 
 no_picture = runs.no_picture
 BATCH, PROMPTS, SIZE = 4, 22, 3
@@ -183,6 +184,22 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(home, tmp_path):
     assert stable(done.lines) == stable(straight.lines)
     assert all(torch.equal(value, straight.weights[name]) for name, value in done.weights.items())
     assert done.rollout(4) == straight.rollout(4)
+
+
+class Game:
+    """An object of a user's own class."""
+
+
+def test_a_column_that_no_checkpoint_keeps_is_refused_before_the_first_step(home, tmp_path):
+    """Resume would refuse it. Plain values pass, and so does an object in a run without checkpoints."""
+    for column, saved in (({"a": [1, None]}, True), (Game(), False)):
+        made = trainer_of(home, tmp_path, disable_ckpt=not saved, max_steps=2)
+        made.source.loader.dataset = [replace(each, columns={"game": column}) for each in made.source.loader.dataset]
+        made.fit()
+    made = trainer_of(home, tmp_path, disable_ckpt=False, max_steps=2)
+    made.source.loader.dataset = [replace(each, columns={"game": [Game()]}) for each in made.source.loader.dataset]
+    with pytest.raises(UserError, match="'game' of row .* holds an object that is not read again.*--disable_ckpt"):
+        made.fit()
 
 
 def test_groups_that_no_longer_fit_are_told(home, tmp_path, capsys):
