@@ -71,6 +71,11 @@ def _opened(folder: Path) -> ForeignCheckpoint | None:
         return _open_deepspeed(folder, (folder / "latest").read_text(encoding="utf-8").strip())
     if any(folder.glob("*mp_rank_*model_states.pt")):
         return _open_deepspeed(folder.parent, folder.name)
+    if shards := sorted(folder.rglob("model_world_size_*_rank_*.pt")):
+        raise UserError(
+            f"{shards[0]} is a shard of verl, whose pickled objects are not read. Merge the shards with verl, "
+            "where they were written: python -m verl.model_merger merge --backend fsdp --local_dir "
+            f"{shards[0].parent} --target_dir OUT, which writes a Hugging Face model")
     parts = sorted(file.parent.name for file in folder.glob("*/.metadata"))
     if parts not in ([], ["tensors"]):  # a checkpoint of lightrft
         raise UserError(f"{folder} holds the DCP folders {', '.join(parts)}: give the one with the model")

@@ -189,6 +189,10 @@ def test_what_cannot_be_converted_is_refused(base, tmp_path, capsys):
         convert(tmp_path / "dcp", tmp_path, str(base))
     with pytest.raises(UserError, match="holds the DCP folders dcp, scorer: give the one with the model"):
         convert(tmp_path, tmp_path / "out", str(base))
+    (tmp_path / "verl" / "actor").mkdir(parents=True)
+    (tmp_path / "verl" / "actor" / "model_world_size_2_rank_0.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="actor/model_world_size_2_rank_0.pt is a shard of verl.*--local_dir .*/actor "):
+        convert(tmp_path / "verl", tmp_path / "out", str(base))
     (data, ), states = (tmp_path / "dcp").glob("*.distcp"), tmp_path / "ds" / "mp_rank_00_model_states.pt"
     states.parent.mkdir()
     for file, content in ((data, data.read_bytes()[:1000]), (tmp_path / "dcp" / ".metadata", b"x"), (states, b"x")):
