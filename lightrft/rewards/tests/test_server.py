@@ -11,18 +11,22 @@ from unittest.mock import Mock
 
 import pytest
 import requests
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification
 
 from lightrft.cli.serve_rm import main
 from lightrft.config.schema import RewardConfig
 from lightrft.config.serve_schema import ServeConfig, ServerConfig
 from lightrft.config.tree import options
+from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards import server as server_module
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.reward_requests import Reader
 from lightrft.rewards.server import RewardServer
 from lightrft.tests.support import launch
-from lightrft.tests.support.scorers import plain
+from lightrft.tests.support.scorers import plain, save_scorer
 
 CHATS = [RewardInput(f"policy's own {i}+{i}? ", "4" * i, [{"role": "user", "content": f"{i}+{i}?"}])
          for i in range(1, 7)]  # yapf: disable
@@ -84,6 +88,26 @@ def test_weights_and_moments_are_those_of_a_run(scorers, tmp_path):
     with pytest.raises(SystemExit) as done:
         main(flags)
     assert done.value.code == 2, "the first one has no moments"
+
+
+def test_a_query_that_begins_with_bos_is_scored_with_one(tmp_path):
+    """Of a tokenizer that writes it: decoded tokens have it too. The score is that of Hugging Face."""
+    tokenizer = load_tokenizer(save_scorer(tmp_path / "rm", 1))
+    tokenizer.bos_token = "<unk>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A",
+                                                                    special_tokens=[("<unk>", tokenizer.bos_token_id)])
+    tokenizer.save_pretrained(tmp_path / "rm")
+    ids = torch.tensor(
+        [[tokenizer.bos_token_id, *tokenizer("1+1=2", add_special_tokens=False).input_ids, tokenizer.eos_token_id]])
+    with torch.no_grad():
+        wanted = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")(ids).logits.item()
+    run, url = started(tmp_path, str(tmp_path / "rm"))
+    texts = ["<unk>1+1=2", "1+1=2", f"<unk>1+1=2{END}"]
+    for prompts in (None, ["<unk>1+1=", "1+1=", "<unk>1+1="]):
+        got = post(url, {"query": texts, "prompts": prompts}).json()["rewards"]
+        assert got == pytest.approx([wanted] * 3, abs=1e-5), prompts
+    run.signal(signal.SIGTERM)
+    assert run.wait(20) == [0], run.output
 
 
 def test_the_contracts_of_openrlhf_lightrft_and_verl(url, scorers):
