@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-    from lightrft.trainer.trial import Reader
+    from lightrft.trainer.trial import TrialContext
 
 Data = str | Path | Iterable[Any]  # files, folders or hub ids; a data set, a table or a list of rows
 ROWS = "give a path, a hub id, a list of dicts, a Hugging Face Dataset or a pandas DataFrame"
@@ -103,11 +103,12 @@ class _Training(ABC):
         parsed = deepcopy(self.parsed)  # a run keeps the defaults of this machine
         parsed = parsed._replace(plan_gpus=gpus, keywords={**(parsed.keywords or {}), "plan_gpus": "gpus"})
         with parsed.own_words():
-            return "\n".join(planned(parsed, settled(parsed), self._reader(), self.functions))
+            return "\n".join(planned(parsed, settled(parsed), self._trial()))
 
-    def _reader(self) -> "Reader | None":
-        """Return the function that reads the rows as the run does, of training on fixed data."""
-        return None
+    def _trial(self) -> "TrialContext":
+        """Return what a plan tries besides the options."""
+        from lightrft.trainer.trial import TrialContext
+        return TrialContext(functions=self.functions)
 
     def train(self) -> Run:
         """Train to the end, and return the run.
@@ -201,8 +202,9 @@ class _Offline(_Training):
         """
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
 
-    def _reader(self) -> "Reader":
-        return self.command.trainer_class().read
+    def _trial(self) -> "TrialContext":
+        from lightrft.trainer.trial import TrialContext
+        return TrialContext(trainer=self.command.trainer_class())
 
     def _train(self, exits: bool) -> None:
         self.command.train(self.parsed, exits)

@@ -2,6 +2,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,8 +41,10 @@ def chat(parsed: ParsedConfig) -> None:
     from lightrft.inference.conversation import Conversation, HELP, talk
     from lightrft.inference.loading import LoadedModel
     from lightrft.trainer.session import training_session
-    with training_session(parsed) as session:
-        model = LoadedModel.open(parsed.config.as_config(), session.strategy)
+    from lightrft.trainer.trial import TrialContext
+    opened = partial(LoadedModel.open, parsed.config.as_config())
+    with training_session(parsed, trial=TrialContext(rehearse=lambda strategy: opened(strategy).prepare())) as session:
+        model = opened(session.strategy)
         engine = model.start()
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # talk() refuses a line that is not UTF-8

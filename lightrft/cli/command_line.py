@@ -60,7 +60,7 @@ def refuse_early(parsed: ParsedConfig, functions: Container[str] = ()) -> None:
     except ConfigError as error:
         together = with_sources([*known_without_torch(parsed.config, ranks)], parsed.provenance)
         raise ConfigError(list(dict.fromkeys([*error.problems, *together]))) from None
-    refuse_rows(parsed.config, parsed.dry_run)
+    refuse_rows(parsed.config, bool(parsed.plan_gpus))
 
 
 def _further(parsed: ParsedConfig, foreign: bool) -> list[str]:

@@ -1,5 +1,6 @@
 """Evaluation of models: ``lightrft evaluate --pretrain MODEL ... --eval_data DATA --n_samples 8 --temperature 1``."""
 from collections.abc import Sequence
+from functools import partial
 
 from lightrft.cli.command_line import parse_command
 from lightrft.config.cli import ParsedConfig
@@ -19,7 +20,9 @@ def evaluate(parsed: ParsedConfig, exits: bool = True) -> None:
     # imported after the command line is read: --help and mistakes do not wait for torch
     from lightrft.inference import evaluation
     from lightrft.trainer.session import training_session
-    with training_session(parsed, exits) as session:
+    from lightrft.trainer.trial import TrialContext
+    trial = TrialContext(rehearse=partial(evaluation.rehearse, parsed.config))
+    with training_session(parsed, exits, trial) as session:
         evaluation.evaluate(parsed.config, session.strategy)
 
 

@@ -1,5 +1,6 @@
 """Batch inference: ``lightrft generate --pretrain MODEL --prompt_data DATA --output_path OUT.jsonl``."""
 from collections.abc import Sequence
+from functools import partial
 
 from lightrft.cli.command_line import parse_command
 from lightrft.config.cli import ParsedConfig
@@ -16,9 +17,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def generate(parsed: ParsedConfig, exits: bool = True) -> None:
     """Generate with parsed options; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
     # imported after the command line is read: --help and mistakes do not wait for torch
-    from lightrft.inference.batch import run
+    from lightrft.inference.batch import rehearse, run
     from lightrft.trainer.session import training_session
-    with training_session(parsed, exits) as session:
+    from lightrft.trainer.trial import TrialContext
+    with training_session(parsed, exits, TrialContext(rehearse=partial(rehearse, parsed.config))) as session:
         run(parsed.config, session.strategy)
 
 

@@ -44,7 +44,7 @@ class OfflineCommand:
     def train(self, parsed: ParsedConfig, exits: bool = True) -> None:
         """Train with parsed options; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
         # imported after the command line is read: --help and mistakes do not wait for torch
-        from lightrft.trainer.offline.offline_trainer import train_rows
+        from lightrft.trainer.offline.train_rows import train_rows
         train_rows(parsed, exits, self.trainer_class())
 
     def trainer_class(self) -> "type[OfflineTrainer[Any]]":

@@ -17,13 +17,20 @@ def serve(parsed: ParsedConfig) -> None:
     from lightrft.rewards.manager import RewardManager
     from lightrft.rewards.placement import ScorerSetup
     from lightrft.rewards.server import RewardServer
+    from lightrft.strategy.base import StrategyBase
     from lightrft.trainer.session import training_session
+    from lightrft.trainer.trial import TrialContext
     from lightrft.utils.logging import get_logger
     from lightrft.utils.watchdog import clear_stop_request, stop_requested
     config, m = parsed.config, parsed.config.model
-    with training_session(parsed) as session:
-        setup = ScorerSetup(session.strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
-        rewards = RewardManager(config.as_reward_config(), setup=setup)
+
+    def load(strategy: StrategyBase) -> RewardManager:
+        setup = ScorerSetup(strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
+        with strategy.init_model_context():
+            return RewardManager(config.as_reward_config(), setup=setup)
+
+    with training_session(parsed, trial=TrialContext(rehearse=lambda strategy: load(strategy).shutdown())) as session:
+        rewards = load(session.strategy)
         renderers = [model.reader.renderer for model in rewards.neural.values()]
         ends = {str(end) for each in renderers for end in (*each.ends, each.tokenizer.pad_token) if end}
         starts = {str(token.bos_token) for token in (each.tokenizer for each in renderers)

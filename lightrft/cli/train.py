@@ -38,8 +38,9 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
     from lightrft.trainer.pretraining_loss import read_pretraining
     from lightrft.trainer.session import training_session
     from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
+    from lightrft.trainer.trial import TrialContext
     config, data = parsed.config, parsed.config.data
-    with training_session(parsed, exits) as session:
+    with training_session(parsed, exits, TrialContext(functions=functions or {})) as session:
         strategy = session.strategy
         fetch_once(strategy, config, data)
         tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)

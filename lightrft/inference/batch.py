@@ -15,14 +15,17 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.post_processing import normalise_rewards, post_process
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
-from lightrft.inference.responses import read_responses, score_responses
-from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.inference.responses import AnsweredRow, read_responses, score_responses
+from lightrft.inference.row_files import refuse_other_run, Row, RowFiles, write_rows
 from lightrft.models.tokenizer import load_tokenizer
+from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import named_models
+from lightrft.rewards.validation import check_references
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
+from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
@@ -48,23 +51,53 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
 
 def _generated(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:
     """Answer the prompts that are not answered yet."""
-    rl = config.as_config()
-    model = LoadedModel.open(rl, strategy)
-    data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
-                          suffix=config.data.wish, scored=bool(config.scoring.score))
-    prompts: Sequence[Prompt] = _of_iteration(config, data)
+    model = LoadedModel.open(config.as_config(), strategy)
+    prompts = _prompts(config, model)
     with _scorers(config, strategy, model.media) as rewards:
         files = _open_files(config, strategy, content_of(prompts))
         return files, generate(model, prompts, files, rewards, config.seed,
                                config.out.with_name(f"{config.out.name}.media"))
 
 
+def _prompts(config: GenerateConfig, model: LoadedModel) -> Sequence[Prompt]:
+    """Read the prompts of this run."""
+    rl = model.config
+    data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
+                          suffix=config.data.wish, scored=bool(config.scoring.score))
+    return _of_iteration(config, data)
+
+
 def _scored(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:
     """Score responses that the rows have; without ``--score`` they have rewards too."""
-    rows = _of_iteration(config, read_responses(config.data, bool(config.scoring.score), _renderer(config)))
+    rows = _rows(config)
     with _scorers(config, strategy) as rewards:
         files = _open_files(config, strategy, [one.row for one in rows])
         return files, score_responses(strategy, rows, config.data, files, rewards)
+
+
+def _rows(config: GenerateConfig) -> Sequence[AnsweredRow]:
+    """Read the rows whose responses this run scores."""
+    return _of_iteration(config, read_responses(config.data, bool(config.scoring.score), _renderer(config)))
+
+
+def rehearse(config: GenerateConfig, strategy: StrategyBase) -> None:
+    """Build what :func:`run` builds before it generates or scores, by a strategy of a plan; write nothing.
+
+    Raises:
+        UserError: as :func:`run` does.
+    """
+    media, content, items = None, list[Any](), list[RewardInput]()
+    if config.generates:
+        model = LoadedModel.open(config.as_config(), strategy)
+        prompts, media = _prompts(config, model), model.media
+        content, items = content_of(prompts), [reward_input(prompt, "") for prompt in prompts]
+        model.prepare()
+    else:
+        content = [one.row for one in _rows(config)]
+    with strategy.init_model_context(), _scorers(config, strategy, media) as rewards:
+        if rewards is not None:
+            check_references(rewards, items)
+    refuse_other_run(config.folder, identity(config, LATER, content, config.as_config()))
 
 
 def _renderer(config: GenerateConfig) -> Renderer | None:

@@ -3,17 +3,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.inference.accuracy import differences, group_answers, Measure, measures, parts_of, results
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
-from lightrft.inference.row_files import Row, RowFiles, write_rows
+from lightrft.inference.row_files import refuse_other_run, Row, RowFiles, write_rows
 from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.validation import check_references
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
+from lightrft.trainer.samples import reward_input
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import fitting
 
@@ -61,14 +64,38 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     rl = config.as_config(path)
     fetch_once(strategy, rl, rl.data)
     model = LoadedModel.open(rl, strategy)
-    prompts = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
+    prompts = _prompts(config, model)
     with scoring(config.score, ScorerSetup.of(rl, strategy.device, media=model.media)) as rewards:
         check_accuracy_part(config.evaluation.accuracy_part, rewards.part_names())
-        known = identity(config, LATER, content_of(prompts), rl) | {"the model": path}
-        files = RowFiles(folder, known, strategy)
+        files = RowFiles(folder, _identity(config, prompts, path), strategy)
         todo = len(prompts) - len(files.done) - len(files.unscored)
         get_logger().info(f"{path}: {todo} of {len(prompts)} prompts to answer")
         return files, generate(model, prompts, files, rewards, config.seed, config.folder / "media")
+
+
+def rehearse(config: EvaluateConfig, strategy: StrategyBase) -> None:
+    """Build what :func:`evaluate` builds of each model before it generates, by a strategy of a plan; write nothing.
+
+    Raises:
+        UserError: as :func:`evaluate` does.
+    """
+    for path, name in zip(config.model.pretrain, model_names(config.model.pretrain)):
+        model = LoadedModel.open(config.as_config(path), strategy)
+        prompts = _prompts(config, model)
+        model.prepare()
+        setup = ScorerSetup.of(model.config, strategy.device, media=model.media)
+        with strategy.init_model_context(), scoring(config.score, setup) as rewards:
+            check_references(rewards, (reward_input(prompt, "") for prompt in prompts))
+        refuse_other_run(config.folder / f"{name}.parts", _identity(config, prompts, path))
+
+
+def _prompts(config: EvaluateConfig, model: LoadedModel) -> PromptsDataset:
+    rl = model.config
+    return PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
+
+
+def _identity(config: EvaluateConfig, prompts: PromptsDataset, path: str) -> dict[str, Any]:
+    return identity(config, LATER, content_of(prompts), config.as_config(path)) | {"the model": path}
 
 
 def report(folder: Path, rows: Mapping[str, list[Row]], wanted: Mapping[str, Measure], rule: Correctness) -> None:

@@ -13,7 +13,7 @@ from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
-from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.model_media import connect_media, open_media
 from lightrft.utils.timer import Timer
 
@@ -38,6 +38,13 @@ class LoadedModel:
         tokenizer = load_tokenizer(path, config.data.chat_template)
         return cls(config, strategy, tokenizer, open_media(path, tokenizer, config.data, strategy))
 
+    def prepare(self) -> Prepared:
+        """Load the model, and connect it to its media."""
+        prepared = self.strategy.prepare(partial(load_actor, self.config.model, train=False, deferred=True))
+        connect_media(prepared.model, self.media, self.strategy)
+        prepared.model.eval()
+        return prepared
+
     def start(self) -> RolloutEngine:
         """Start the engine, give it the weights and compare them with those of the file; a collective.
 
@@ -45,9 +52,7 @@ class LoadedModel:
         """
         config, strategy = self.config, self.strategy
         rollout = replace(config.rollout, engine_sleep=False, sync_proof="fingerprint")
-        prepared = strategy.prepare(partial(load_actor, config.model, train=False, deferred=True))
-        connect_media(prepared.model, self.media, strategy)
-        prepared.model.eval()
+        prepared = self.prepare()
         bf16 = bool(config.model.bf16)
         engine = get_engine(rollout, prepared.model, strategy, self.tokenizer, bf16)
         arithmetic = RunArithmetic.of(rollout, bf16, strategy.device.type, has_experts(prepared.model)).engine

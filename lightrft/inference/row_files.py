@@ -44,25 +44,20 @@ class RowFiles:
 
     def _opened(self, identity: dict[str, Any]) -> dict[int, list[Row] | None] | UserError:
         """Prepare the folder on rank 0; return the numbers in it, with the rows that wait for scores."""
-        path = self.folder / IDENTITY
         wanted = json.loads(json.dumps(identity, default=str))
-        if not path.exists() or not any(file.stat().st_size for file in self._files()):
+        if not _begun(self.folder):
             for left in self._files():
                 left.unlink()
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(wanted), encoding="utf-8")
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        others = [f"{name} {show(wanted.get(name))} (was {show(saved.get(name))})"
-                  for name in [*saved, *wanted] if saved.get(name) != wanted.get(name)]  # yapf: disable
-        if others:
-            return UserError(f"{self.folder} holds an unfinished run with other options or data: "
-                             f"{', '.join(dict.fromkeys(others))}. Finish it with those, or remove the folder")
+            (self.folder / IDENTITY).write_text(json.dumps(wanted), encoding="utf-8")
+        if refusal := _of_another_run(self.folder, wanted):
+            return refusal
         for file in self._files():
             _cut_incomplete(file)
         return {number: rows if _waits(rows) else None for number, rows in self._groups().items()}
 
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("rank_*.jsonl"))
+        return _rank_files(self.folder)
 
     def add(self, number: int, rows: list[Row]) -> None:
         """Write a group; it survives the end of this process."""
@@ -94,6 +89,31 @@ class RowFiles:
         """Remove the folder: its rows are in the output. The identity goes first; without it rows do not count."""
         (self.folder / IDENTITY).unlink()
         shutil.rmtree(self.folder)
+
+
+def refuse_other_run(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse a ``folder`` that :class:`RowFiles` would refuse; nothing is written."""
+    if _begun(folder) and (refusal := _of_another_run(folder, json.loads(json.dumps(dict(identity), default=str)))):
+        raise refusal
+
+
+def _begun(folder: Path) -> bool:
+    """Return True if rows of a run are in the folder."""
+    return (folder / IDENTITY).exists() and any(file.stat().st_size for file in _rank_files(folder))
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank_*.jsonl"))
+
+
+def _of_another_run(folder: Path, wanted: Mapping[str, Any]) -> UserError | None:
+    """Return the error of a folder of a run with another identity than the ``wanted`` one."""
+    saved = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+    others = [f"{name} {show(wanted.get(name))} (was {show(saved.get(name))})"
+              for name in [*saved, *wanted] if saved.get(name) != wanted.get(name)]  # yapf: disable
+    return UserError(f"{folder} holds an unfinished run with other options or data: "
+                     f"{', '.join(dict.fromkeys(others))}. Finish it with those, or remove the folder") if others \
+        else None
 
 
 def _waits(rows: list[Row]) -> bool:

@@ -29,7 +29,7 @@ from lightrft.models.packed_model import Critic, critic_class, PackedModel
 from lightrft.models.reward_model import (check_critic, check_language, cut_layers, ProcessRewardModel, reward_class,
                                           RewardHead, RewardKind, RewardModel)
 from lightrft.models.towers import Tower
-from lightrft.models.weight_files import name_as_published, Place, StandIns, stand_ins, WeightFiles
+from lightrft.models.weight_files import (name_as_published, Place, shapes_alone, stand_ins, StandIns, WeightFiles)
 from lightrft.utils.errors import first_line, UserError
 from lightrft.utils.env import total_memory
 from lightrft.utils.hub import model_folder, read_pretrained
@@ -295,9 +295,17 @@ class _Loaded:
 
 def _weights(auto_class: Any, path: str, config: PretrainedConfig, dtype: torch.dtype, new: tuple[str, ...],
              deferred: bool, **kwargs: Any) -> _Loaded:
-    """Load the model with its weights, or with stand-ins for those that can be read from their files as they are."""
+    """Load the model with its weights, or with stand-ins for those that can be read from their files as they are.
+
+    Where the default device is "meta", as in a plan, only names and shapes are read.
+    """
     load = partial(_from_pretrained, auto_class, path, config, dtype, new, **kwargs)
-    if not deferred or "quantization_config" in config.to_dict():
+    if "quantization_config" in config.to_dict():
+        return load()
+    if torch.get_default_device().type == "meta":
+        with shapes_alone(dtype):
+            return load(device_map={"": "meta"})
+    if not deferred:
         return load()
     random = torch.get_rng_state()
     with stand_ins(dtype) as made:

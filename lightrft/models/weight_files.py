@@ -1,7 +1,7 @@
 """Weights in safetensors files: placeholders for them while a model is built, the rows that a rank reads, and the
 names under which they are written."""
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,14 @@ class StandIns:
         return {name: place for name, (place, _) in found.items()}
 
 
+class Shapes(StandIns):
+    """Tensors on the meta device with the shapes of those in files: nothing is known of where they are stored."""
+
+    def make(self, place: Place, shape: list[int]) -> Tensor:
+        """Return the tensor that stands for the one at ``place``."""
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+
 class Header:
     """An open safetensors file whose floating-point tensors are stood in for."""
 
@@ -95,10 +103,19 @@ class Header:
         self.opened.__exit__(*error)
 
 
-@contextmanager
-def stand_ins(dtype: torch.dtype) -> Iterator[StandIns]:
+def stand_ins(dtype: torch.dtype) -> AbstractContextManager[StandIns]:
     """Context in which ``from_pretrained`` reads the headers of safetensors files only."""
-    made, name = StandIns(dtype), "safe_open"
+    return _opened_by(StandIns(dtype))
+
+
+def shapes_alone(dtype: torch.dtype) -> AbstractContextManager[StandIns]:
+    """Context in which ``from_pretrained``, onto the meta device, reads the headers of safetensors files only."""
+    return _opened_by(Shapes(dtype))
+
+
+@contextmanager
+def _opened_by(made: StandIns) -> Iterator[StandIns]:
+    name = "safe_open"
     before = vars(modeling_utils)[name]
     setattr(modeling_utils, name, made.open)
     try:

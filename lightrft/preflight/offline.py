@@ -12,7 +12,7 @@ from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.batches import batch_problems
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import frozen_bytes, micro_batch_tokens, teacher_bytes
-from lightrft.preflight.shared_rules import evaluations, rendering
+from lightrft.preflight.shared_rules import evaluations, rendering, writable
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rollout.engines import ByPhase
 from lightrft.strategy.memory import ModelSize
@@ -70,6 +70,8 @@ class KDPreflight(SFTPreflight):
         if t.teacher_cache_dir and t.teacher_offload:
             yield ("--teacher_offload true: has no effect with --teacher_cache_dir, after which the teacher is freed; "
                    "drop it")
+        if t.teacher_cache_dir:
+            yield from writable("teacher_cache_dir", t.teacher_cache_dir)
         if not t.kd_coef:
             yield "--kd_coef 0: the teacher has no effect; use lightrft sft"
 
@@ -89,6 +91,8 @@ class ReferencePreflight(OfflinePreflight):
         m = self.config.model
         own = "--lora_rank, where the reference is the policy without its adapters" * bool(m.lora_rank)
         cached = "--ref_cache_dir, after which the reference is freed" * bool(m.ref_cache_dir)
+        if m.ref_cache_dir:
+            yield from writable("ref_cache_dir", m.ref_cache_dir)
         reasons = {"ref_pretrain": without or own, "ref_offload": without or own or cached, "ref_cache_dir": without}
         for option, value in changed(self.config, reasons):
             if reasons[option]:

@@ -30,6 +30,8 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
     check_rope(cfg, actor.hf_model.config)
+    if strategy.plans:
+        return import_module("lightrft.rollout.planned").PlannedEngine()
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
     return build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
 

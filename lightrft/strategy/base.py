@@ -91,6 +91,7 @@ class StrategyBase(ABC):
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     distributed: bool = False  # True while there is a process group
+    plans: bool = False  # True where models have no values, and nothing computes
 
     def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
         self.cfg, self.bf16 = cfg, bf16

@@ -174,7 +174,7 @@ class CheckpointManager:
         return self.strategy.all_gather_object(found)[0]
 
     def load(self, path: Path, prepared: dict[str, Prepared]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Fill the models, optimizers and schedules from ``path``; a collective.
+        """Fill the models, optimizers and schedules from ``path``; a collective. In a plan nothing is filled.
 
         Returns:
             the global state, and the state of every rank that saved, in rank order.
@@ -187,6 +187,8 @@ class CheckpointManager:
         reader = PlainReader(path / "tensors")
         tensors = self._tensors(prepared)
         _check_fit(path, tensors, reader.read_metadata().state_dict_metadata, list(prepared))
+        if self.strategy.plans:
+            return read_global(path), []
         dcp.load(tensors, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
         for name, one in prepared.items():
             prefix = f"{name}/"

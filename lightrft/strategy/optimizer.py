@@ -117,8 +117,9 @@ class LocalAdamW(torch.optim.AdamW):
         self.offloaded, self.eight_bit, self.host = offloaded, spec.eight_bit, HostBuffers()
         decayed = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) >= 2]
         others = [self.shards[name] for name, param in self.owners.items() if len(full_shape(param)) < 2]
+        fused = not next(iter(self.owners.values())).is_meta  # in a plan they have no values
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        super().__init__([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=True)
+        super().__init__([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=fused)
 
     @staticmethod
     def _shard(param: nn.Parameter) -> nn.Parameter:

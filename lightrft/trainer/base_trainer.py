@@ -151,21 +151,27 @@ class BaseTrainer(ABC):
 
     def resume(self) -> bool:
         """Resume from the newest complete checkpoint, if asked for; return False for a fresh start."""
-        path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
-        if self.checkpoints is not None and path is not None:
-            state, ranks = self._load(self.checkpoints, path)
-            self._compare_options(state)
-            self.step = self._saved = state["step"]
-            self.load_extra_state(state)
-            if self.strategy.rank < len(ranks):
-                set_rng_state(ranks[self.strategy.rank])
-            get_logger().info(f"resumed from {path} at step {self.step}")
-        elif self.cfg.load_checkpoint:
-            warn_of_all("--load_checkpoint: no complete checkpoint found; starting from step 0")
-        elif self.checkpoints:
+        resumed = self.load_newest()
+        if self.checkpoints and not self.cfg.load_checkpoint:
             self.checkpoints.back_up()
         self.log.start(self.step)
-        return path is not None
+        return resumed
+
+    def load_newest(self) -> bool:
+        """Load the newest complete checkpoint, if asked for; return False without one."""
+        path = self.checkpoints.latest() if self.cfg.load_checkpoint and self.checkpoints else None
+        if self.checkpoints is None or path is None:
+            if self.cfg.load_checkpoint:
+                warn_of_all("--load_checkpoint: no complete checkpoint found; starting from step 0")
+            return False
+        state, ranks = self._load(self.checkpoints, path)
+        self._compare_options(state)
+        self.step = self._saved = state["step"]
+        self.load_extra_state(state)
+        if self.strategy.rank < len(ranks):
+            set_rng_state(ranks[self.strategy.rank])
+        get_logger().info(f"resumed from {path} at step {self.step}")
+        return True
 
     def _load(self, checkpoints: CheckpointManager, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Load a checkpoint as :meth:`CheckpointManager.load` does; its error also names the options that differ."""

@@ -2,12 +2,12 @@
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -25,7 +25,7 @@ from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
-from lightrft.trainer.trial import TrialContext, Reader, try_inputs
+from lightrft.trainer.trial import DEFAULT, TrialContext, try_inputs
 from lightrft.utils.env import World, seed_everything, used_memory_gib
 from lightrft.utils.errors import disk_full_is_expected, ExpectedError, leave_error, UserError
 from lightrft.utils.gpu import rank_device
@@ -43,7 +43,7 @@ class Session:
 
 
 @contextmanager
-def training_session(parsed: ParsedConfig, exits: bool = True, read: Reader | None = None) -> Iterator[Session]:
+def training_session(parsed: ParsedConfig, exits: bool = True, trial: TrialContext = DEFAULT) -> Iterator[Session]:
     """Check the configuration, set it up on all ranks, and tear it down cleanly.
 
     ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
@@ -54,10 +54,10 @@ def training_session(parsed: ParsedConfig, exits: bool = True, read: Reader | No
     it has saved.
 
     With ``exits`` False, as in a notebook, errors are raised as they are, and a stop request becomes a
-    ``KeyboardInterrupt``. ``read`` tries the data in a dry run (:func:`lightrft.trainer.trial.try_inputs`).
+    ``KeyboardInterrupt``. ``trial`` says what a dry run tries (:func:`lightrft.trainer.trial.try_inputs`).
     """
     with exit_on_config_error(parsed.prog) if exits else nullcontext(), parsed.own_words():
-        check_together(parsed, read)
+        check_together(parsed, trial)
     with signal_handlers():
         yield from _session(parsed, exits)
     if exits and stop_exit_code():
@@ -101,14 +101,14 @@ def _one_line(watchdog: Watchdog) -> Iterator[None]:
         raise SystemExit(error.exit_code) from None
 
 
-def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
+def check_together(parsed: ParsedConfig, trial: TrialContext = DEFAULT) -> None:
     """Check the run on every rank, before they form a group; an error on one rank is an error on all.
 
     Otherwise ranks of other machines would wait for the one that ended.
     """
     try:
         refusal: UserError | None = None
-        check(parsed, read)
+        check(parsed, trial)
     except UserError as error:
         if parsed.dry_run:  # there other ranks do not wait
             raise
@@ -116,42 +116,40 @@ def check_together(parsed: ParsedConfig, read: Reader | None = None) -> None:
     refuse_together(gather_early(str(refusal or "")), refusal)
 
 
-def check(parsed: ParsedConfig, read: Reader | None = None) -> None:
+def check(parsed: ParsedConfig, trial: TrialContext = DEFAULT) -> None:
     """Validate the configuration; exit after a dry run, else create the folder of the run.
 
     GPUs that cannot run it, a rank without a GPU of its own, and a folder that cannot be created, are errors.
     """
     machine = settled(parsed)
     if parsed.dry_run:
-        _dry_run(parsed, machine, read)
+        _dry_run(parsed, machine, trial)
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
     if parsed.config.folder is not None:
         _make_folder(parsed.config.folder, "save_path" if "save_path" in flatten(parsed.config) else "output_path")
 
 
-def _dry_run(parsed: ParsedConfig, machine: Machine, read: Reader | None) -> NoReturn:
+def _dry_run(parsed: ParsedConfig, machine: Machine, trial: TrialContext) -> NoReturn:
     """Print the lines of :func:`planned`, and exit; only one rank prints and runs the trial."""
     is_main = World.from_env().is_main
-    for line in planned(parsed, machine, read, trial=is_main):
+    for line in planned(parsed, machine, trial if is_main else None):
         sys.stdout.write(f"{line}\n" if is_main else "")
     raise SystemExit(0)
 
 
-def planned(parsed: ParsedConfig, machine: Machine, read: Reader | None = None,
-            functions: Mapping[str, Callable[..., Any]] | None = None, trial: bool = True) -> Iterator[str]:
+def planned(parsed: ParsedConfig, machine: Machine, trial: TrialContext | None = DEFAULT) -> Iterator[str]:
     """Yield the report on a run, refuse one that does not fit, then yield a line for everything that is tried.
 
     Args:
         machine: that the run is for, of :func:`settled`.
-        read, functions: as of :class:`lightrft.trainer.trial.TrialContext`.
-        trial: read the data and score one row.
+        trial: what is tried; None: nothing.
     """
     yield report(parsed.config, parsed.provenance, machine)
     refuse_emulated_bf16(parsed.config, machine)
     refuse_what_does_not_fit(parsed.config, machine)
-    if trial:
-        yield from try_inputs(parsed.config, TrialContext(machine.device.cuda, read, functions or {}))
+    if trial is not None:
+        yield from try_inputs(parsed.config, replace(trial, cuda=machine.device.cuda, elsewhere=bool(parsed.plan_gpus)))
 
 
 def settled(parsed: ParsedConfig) -> Machine:

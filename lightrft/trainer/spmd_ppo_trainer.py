@@ -66,8 +66,15 @@ def build_models(config: Config, strategy: StrategyBase) -> Models:
     Raises:
         ValueError: lengths beyond the policy's context.
     """
-    cfg, rollout = config.model, config.rollout
-    check_context(cfg.pretrain, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
+    rollout = config.rollout
+    check_context(config.model.pretrain, prompt_max_len=rollout.prompt_max_len,
+                  generate_max_len=rollout.generate_max_len)
+    return needed_models(config)
+
+
+def needed_models(config: Config) -> Models:
+    """Return what builds each of the models, without a check."""
+    cfg = config.model
     needs_critic = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_critic
     needs_reference = config.algorithm.init_kl_coef > 0 and not cfg.lora_rank
     actor, critic = partial(load_actor, cfg, deferred=True), partial(load_critic, cfg, deferred=True)

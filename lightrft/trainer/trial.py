@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
-from lightrft.config.options import show
 from lightrft.config.schema import Config, DataConfig
 from lightrft.config.stages import check_total, steps_of_data
+from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.offline_schema import OfflineConfig
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.columns import report_columns
 from lightrft.datasets.decoding import decode
@@ -24,29 +25,31 @@ from lightrft.datasets.media_rows import count_media, find_row_media, plain_mark
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preview import GIVEN, preview, shown
 from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
-from lightrft.datasets.records import Message, Record, missing, text_of, to_records
-from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.records import Message, Record, missing, to_records
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset
 from lightrft.datasets.suites import load_suite, parse_suite
 from lightrft.models.architectures import modality_of
 from lightrft.models.loader import check_context, media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
-from lightrft.preflight.inputs import is_here
-from lightrft.rewards.base import RewardInput, Score
+from lightrft.preflight.inputs import data_of, is_here
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
+from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import check_rope
+from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.planned import PlannedStrategy
 from lightrft.trainer.model_media import open_media
+from lightrft.trainer.offline.offline_trainer import OfflineTrainer
+from lightrft.trainer.rehearsal import models_are_here, rehearse_rows, rehearse_training
+from lightrft.trainer.reward_trial import rendered, try_row
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.hub import model_is_here
+from lightrft.utils.logging import silent
 
 Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its file and number
-Reader = Callable[[Any, PreTrainedTokenizerBase, str, MediaStore | None], Sequence[Any]]
-EXCUSED = (None, "none", "unreachable", "no_rival")
-"""Scored; the function declines to judge; the server does not run yet; a judge will compare it with others."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,15 @@ class TrialContext:
 
     Attributes:
         cuda: the run is for GPUs.
-        read: reads the rows of a split as the run does, of a trainer on fixed data.
+        elsewhere: it is for another machine, where the rows and the weights may be others.
+        trainer: of fixed data.
+        rehearse: builds all that a command builds before it starts, of one that trains nothing.
         functions: rewards of this program, by the names under which ``--reward`` selects them.
     """
     cuda: bool = False
-    read: Reader | None = None
+    elsewhere: bool = False
+    trainer: type[OfflineTrainer[Any]] | None = None
+    rehearse: Callable[[StrategyBase], object] | None = None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -78,28 +85,31 @@ def try_inputs(config: Tree, context: TrialContext = DEFAULT) -> Iterator[str]:
 
 @try_inputs.register
 def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
-    assert context.read is not None, "the trainer reads rows"
+    assert context.trainer is not None, "it reads the rows"
     data, path = config.data, str(config.model.pretrain)
     train, held_out = ([one for one in entries if is_here(one)] for entries in (data.train_data, data.eval_data))
     yield from (_later(one) for one in [*data.train_data, *data.eval_data] if not is_here(one))
-    tokenizer = yield from _tokenizer(path, data.chat_template)
-    if tokenizer is None:
-        return
+    tokenizer = yield from _tokenizer(path, data.chat_template, context)
+    examples: dict[str, Sequence[Any]] = {"train": [], "eval": []}
+    media = None if tokenizer is None else open_media(path, tokenizer, data.as_data_config())
     local = replace(config, data=replace(data, train_data=train, eval_data=held_out))
-    media = open_media(path, tokenizer, data.as_data_config())
     for split, entries in (("train", train), ("eval", held_out)):
-        if entries:
-            examples = context.read(local, tokenizer, split, media)
-            rows = len(examples)
-            yield _counted(rows, ", ".join(entries), split)
-            yield from preview(examples[0], tokenizer) if split == "train" else ()
-            if split == "train" and entries == data.train_data:
-                yield from _ends_at_its_start(partial(check_batch, config.train.train_batch_size, rows, config.BATCH))
+        if entries and tokenizer is not None:
+            examples[split] = context.trainer.read(local, tokenizer, split, media)
+            yield _counted(len(examples[split]), ", ".join(entries), split)
+            yield from preview(examples[split][0], tokenizer) if split == "train" else ()
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"
+    whole = train == data.train_data and tokenizer is not None
+    fits = yield from _ends_at_its_start(partial(_check_rows, config,
+                                                 len(examples["train"]) if whole else None), context)
+    if (yield from models_are_here(config, context.elsewhere)):
+        rows = examples["train"] if whole and fits else []
+        rehearse_rows(config, context.trainer, tokenizer, rows, examples["eval"], media)
 
 
-def _tokenizer(path: str, template: str | None) -> Generator[str, None, PreTrainedTokenizerBase | None]:
+def _tokenizer(path: str, template: str | None,
+               context: TrialContext) -> Generator[str, None, PreTrainedTokenizerBase | None]:
     """Load the tokenizer with its chat template. One that is not on this machine is no error in a plan: say so, and
     return None."""
     if template is not None:
@@ -107,7 +117,8 @@ def _tokenizer(path: str, template: str | None) -> Generator[str, None, PreTrain
     try:
         tokenizer = load_tokenizer(path)
     except UserError as error:
-        if any((Path(path).expanduser() / name).is_file() for name in TOKENIZER_FILES):
+        folder = Path(path).expanduser()
+        if any((folder / name).is_file() for name in TOKENIZER_FILES) or folder.exists() and not context.elsewhere:
             raise
         yield f"data: not tokenized, for lack of a tokenizer: {error}"
         return None
@@ -125,41 +136,70 @@ def _try_evaluation(config: EvaluateConfig, context: TrialContext = DEFAULT) -> 
         finally:
             rewards.shutdown()
     for path in config.model.pretrain:
-        yield from _generated(config.as_config(path), ["eval"], {}, context.cuda)
+        yield from _generated(config.as_config(path), ["eval"], {}, context)
+    yield from _rehearsed(config, context)
 
 
 @try_inputs.register
 def _try_generation(config: GenerateConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
     if config.generates:
-        yield from _generated(config.as_config(), ["train"], {}, context.cuda, bool(config.scoring.score))
+        yield from _generated(config.as_config(), ["train"], {}, context, bool(config.scoring.score))
+    yield from _rehearsed(config, context)
+
+
+@try_inputs.register(ChatConfig)
+@try_inputs.register(ServeConfig)
+def _rehearsed(config: Tree, context: TrialContext = DEFAULT) -> Iterator[str]:
+    """Build what the command builds before it starts, where all that it reads is on this machine."""
+    data = data_of(config)
+    entries = [] if data is None else [*data.prompt_data, *data.eval_data]
+    suites = [] if data is None else data.eval_suite
+    if context.rehearse is None or not (yield from models_are_here(config, context.elsewhere)):
+        return
+    if all(map(is_here, entries)) and all(parse_suite(one)[1] for one in suites):
+        with silent():  # the rows are reported above
+            context.rehearse(PlannedStrategy(config.placement, False))
 
 
 @try_inputs.register
 def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
     found: Found = {}
-    rows, tokenizer = yield from _generated(config, ["train", "eval"], found, context.cuda)
+    read = yield from _generated(config, ["train", "eval"], found, context)
     for entry in config.data.eval_suite:
         yield _counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else _later(entry)
-    lines, beside = _on_disk(config.ptx.as_data_config(config.data), "train")
-    yield from (*lines, *_ends_at_its_start(partial(_check_start, config, rows["train"], sum(map(len, beside)))))
-    if tokenizer is not None and beside and not lines[:-len(beside)]:
-        ptx = config.ptx.as_data_config(config.data)
-        media = open_media(str(config.model.pretrain), tokenizer, config.data)
-        yield from preview(
-            PretrainingDataset(ptx, tokenizer, config.pretrain_len, media=media,
-                               learning=Learning(whole=config.ptx.pretrain_mode))[0], tokenizer)
-    store = None
-    if tokenizer is not None and config.reward.reward_pretrain:
-        store = open_media(str(config.model.pretrain), tokenizer, config.data)
+    ptx = config.ptx.as_data_config(config.data)
+    lines, beside = _on_disk(ptx, "train")
+    yield from lines
+    fits = yield from _ends_at_its_start(partial(_check_start, config, read.rows["train"], sum(map(len, beside))),
+                                         context)
+    if read.tokenizer is not None and beside and not lines[:-len(beside)]:
+        learning = Learning(whole=config.ptx.pretrain_mode)
+        rows = PretrainingDataset(ptx, read.tokenizer, config.pretrain_len, media=read.media, learning=learning)
+        yield from preview(rows[0], read.tokenizer)
+    here = yield from models_are_here(config, context.elsewhere)
+    if not all(map(model_is_here, parse_models(config.reward.reward_pretrain).values())):
+        return
+    store = read.media if config.reward.reward_pretrain else None
     tried = {where: record if store is None else _known(rows, record, config.data, store)
              for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
     rewards = RewardManager(config.reward, context.functions, ScorerSetup(media=store, data=config.data))
     try:
         check_accuracy_part(config.eval.accuracy_part, rewards.part_names())
         for where, record in tried.items():
-            yield _scored(rewards, record, where, config, tokenizer)
+            yield try_row(rewards, record, where, config, read.tokenizer)
+        if here:
+            complete = fits and not read.later and not lines[:len(lines) - len(beside)]
+            rehearse_training(config, read.tokenizer, read.prompts if complete else {}, rewards, read.media)
     finally:
         rewards.shutdown()
+
+
+def _check_rows(config: OfflineConfig, rows: int | None) -> None:
+    """Raise the errors of lengths and, where all rows are on this machine, of their number."""
+    if Path(path := str(config.model.pretrain)).expanduser().exists():
+        check_context(path, max_len=config.data.max_len)
+    if rows is not None:
+        check_batch(config.train.train_batch_size, rows, config.BATCH)
 
 
 def _check_start(config: Config, rows: int, beside: int) -> None:
@@ -174,13 +214,17 @@ def _check_start(config: Config, rows: int, beside: int) -> None:
         check_batch(config.pretraining_rows, beside, "ptx_batch_size")
 
 
-def _ends_at_its_start(check: Callable[[], None]) -> Iterator[str]:
-    """Yield a problem that would end the run before its first step. Here it is no error, because a plan may use a
-    small model and a few rows in place of the real ones."""
+def _ends_at_its_start(check: Callable[[], None], context: TrialContext) -> Generator[str, None, bool]:
+    """Raise the problem that ends the run before its first step. For another machine it is no error, because such a
+    plan may use a small model and a few rows in place of the real ones: say so, and return False."""
     try:
         check()
     except UserError as error:
+        if not context.elsewhere:
+            raise
         yield f"warning: with this model and these rows the run would end at its start: {error}"
+        return False
+    return True
 
 
 def _known(rows: Rows, record: Record, cfg: DataConfig, store: MediaStore) -> Record:
@@ -201,38 +245,54 @@ def _on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return later + [_counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def _generated(config: Config, splits: list[str], found: Found, cuda: bool,
-               scored: bool = True) -> Generator[str, None, tuple[Counter[str], PreTrainedTokenizerBase | None]]:
-    """Read the prompts of a run that generates (:func:`_read`); refuse an engine that cannot take their media, and
-    tokenize those without media.
-
-    Returns:
-        the rows of each split that are on this machine and fit, and the tokenizer of :func:`_tokenizer`.
-    """
-    most, rows = Counter[str](), Counter[str]()
+def _generated(config: Config, splits: list[str], found: Found, context: TrialContext,
+               scored: bool = True) -> Generator[str, None, "ReadPrompts"]:
+    """Read the prompts of a run that generates (:func:`_read`), tokenize them, and refuse an engine that cannot take
+    their media."""
+    data, path, most = config.data, str(config.model.pretrain), Counter[str]()
+    read = ReadPrompts()
     for split in splits:
-        rows[split] = yield from _read(config.data, split, found, config.model.pretrain, most)
-    _check_engine(config, most, cuda)
-    tokenizer = yield from _tokenizer(str(config.model.pretrain), config.data.chat_template)
-    if tokenizer is not None and not most:
-        for split in splits:
-            prompts = _tokenized(config, split, tokenizer, scored)
-            rows[split] = len(prompts) or rows[split]
-            yield from preview(prompts[0], tokenizer) if prompts and split == splits[0] else ()
-    for _, record in [*found.values()][:1] if tokenizer is not None and most else ():
+        read.rows[split] = yield from _read(data, split, found, path, most)
+    _check_engine(config, most, context.cuda)
+    read.tokenizer = yield from _tokenizer(path, data.chat_template, context)
+    if read.tokenizer is None:
+        return read
+    read.media = open_media(path, read.tokenizer, data)
+    for split in splits:
+        prompts = _tokenized(config, split, read.tokenizer, read.media, scored)
+        read.later |= prompts is None
+        read.prompts[split] = prompts or []
+        read.rows[split] = len(read.prompts[split]) or read.rows[split]
+        if prompts and split == splits[0] and not most:
+            yield from preview(prompts[0], read.tokenizer)
+    for _, record in [*found.values()][:1] if most else ():
         yield "the first prompt, before its media become tokens:"
-        yield from shown(_prompted(record, config, tokenizer)[0], GIVEN)
-    return rows, tokenizer
+        yield from shown(rendered(record, config, read.tokenizer)[0], GIVEN)
+    return read
 
 
-def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, scored: bool) -> Sequence[Prompt]:
-    """Make the prompts of a split as the run does, for its errors and warnings; none if not all their rows
-    are on this machine."""
+@dataclass
+class ReadPrompts:
+    """What was read of a run that generates: the number of rows of each split that are on this machine and fit, their
+    prompts, and the tokenizer and the media of these; ``later``: some rows are not on this machine."""
+    rows: Counter[str] = field(default_factory=Counter)
+    prompts: dict[str, Sequence[Prompt]] = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    media: MediaStore | None = None
+    later: bool = False
+
+
+def _tokenized(config: Config, split: str, tokenizer: PreTrainedTokenizerBase, media: MediaStore | None,
+               scored: bool) -> Sequence[Prompt] | None:
+    """Make the prompts of a split as the run does, for its errors and warnings; None if not all their rows are on this
+    machine."""
     data, training = config.data, split == "train"
     entries, suites = (data.prompt_data, []) if training else (data.eval_data, data.eval_suite)
-    if not [*entries, *suites] or not all(map(is_here, entries)) or not all(parse_suite(one)[1] for one in suites):
+    if not [*entries, *suites]:
         return []
-    return PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, split, scored=scored)
+    if not all(map(is_here, entries)) or not all(parse_suite(one)[1] for one in suites):
+        return None
+    return PromptsDataset(data, tokenizer, config.rollout.prompt_max_len, split, media, scored=scored)
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
@@ -326,63 +386,3 @@ def _later(entry: str) -> str:
 
 def _counted(rows: int, entry: str, split: str) -> str:
     return f"data: {rows:,} rows of {entry} ({'training' if split == 'train' else 'evaluation'})"
-
-
-def _prompted(record: Record, config: Config, tokenizer: Any) -> tuple[str, list[Message]]:
-    """Render the prompt of a record as the run does: its text, and its messages if it is a chat. Without a tokenizer
-    (None) the text of a chat is that of its turns."""
-    renderer = Renderer(config.data, tokenizer)
-    messages = renderer.messages(record.prompt)
-    if messages is None:
-        return renderer.text(str(record.prompt)), []
-    if tokenizer is None:
-        return "\n".join(text_of(turn["content"]) for turn in messages), messages
-    return renderer.opened([messages], [record.template_kwargs])[0], messages
-
-
-def _scored(rewards: RewardManager, record: Record, where: str, config: Config,
-            tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Score a stand-in for a response to one row, its reference or nothing; the time is bounded as in a run.
-
-    Raises:
-        UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
-            every answer with which a run probes the rewards.
-    """
-    prompt, messages = _prompted(record, config, tokenizer)
-    row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
-                      record.media, config.data.chat_template_kwargs | record.template_kwargs)
-    check_references(rewards, [row])
-    known = not missing(record.reference)
-    row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
-    asked = f"{where}, {f'answered with its reference ({quoted(row.response)})' if known else 'with an empty response'}"
-    if score.error not in EXCUSED:
-        raise UserError(
-            f"rewards: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "
-            "above). Correct the reward or the row")
-    if score.error == "none" and rewards.cfg.reward_probe:
-        probed = score_answers(rewards, row)
-        if all(one.error == "none" for one in probed):
-            raise nothing_scored(row, probed)
-    check_accuracy_part(config.eval.accuracy_part, rewards.part_names(), [score.parts])
-    parts = ", ".join(f"{name} {'unscored' if value is None else show(value)} x {show(score.weights[name])}"
-                      for name, value in score.parts.items() if name in score.weights)  # yapf: disable
-    total = f"unscored: {score.error}" if score.total is None else f"{score.total:.6g}"
-    return f"rewards: {asked}: {parts}; total {total}"
-
-
-def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[str]) -> tuple[RewardInput, Score]:
-    """Score the first and the last of ``answers`` to a row, one by one, until one gets a reward or a reward is excused;
-    else return the first, or the last if the first was an error."""
-    tried = list[tuple[RewardInput, Score]]()
-    for answer in dict.fromkeys((answers[0], answers[-1])):
-        one = replace(row, response=answer)
-        tried += [(one, score) for score in rewards.collect(rewards.submit([one]))]
-        score = tried[-1][1]
-        if score.total or score.total is None and score.error in EXCUSED:
-            break
-    failed = tried[0][1].error not in EXCUSED
-    return tried[-1] if failed or (tried[-1][1].total or 0) > 0 else tried[0]
-
-
-def _failed(score: Score) -> str:
-    return ", ".join(name for name in score.weights if score.parts[name] is None)

@@ -65,6 +65,21 @@ def model_folder(path: str) -> Path | None:
     return None
 
 
+def model_is_here(path: str, complete: bool = False) -> bool:
+    """Return True for the folder of a model, with ``complete`` only if weights are in it, and for a hub id whose
+    weights are in the cache."""
+    folder = Path(path).expanduser()
+    if looks_local(path) or folder.exists():
+        return not complete or _has_weights(folder)
+    from huggingface_hub import try_to_load_from_cache
+    cached = try_to_load_from_cache(path, "config.json")
+    return isinstance(cached, str) and _has_weights(Path(cached).parent)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(file for pattern in _MODEL_FILES[1:] for file in folder.glob(pattern))
+
+
 def model_digest(path: str, quick: bool = False) -> str:
     """Hash the configuration and the weights of the model at ``path``, a folder or hub id.
 

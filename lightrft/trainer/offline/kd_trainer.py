@@ -38,7 +38,7 @@ class KDTrainer(SFTTrainer):
                             "for all")
         live = partial(LiveTeacher, config, strategy, build, self.vocab, media)
         self.teacher: Teacher
-        if cfg.teacher_cache_dir is None:
+        if cfg.teacher_cache_dir is None or strategy.plans:  # a plan makes no folder
             self.teacher = live()
         else:
             cache = TeacherCache(cfg.teacher_cache_dir, path, cfg.kd_top_k, self.vocab, bool(config.model.bf16),

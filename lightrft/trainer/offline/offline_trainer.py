@@ -10,25 +10,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.cli import ParsedConfig
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
-from lightrft.models.loader import check_context, load_actor
+from lightrft.models.loader import load_actor
 from lightrft.models.packed_model import PackedModel
-from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.base_trainer import BaseTrainer
-from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.load_balance import LoadBalance
 from lightrft.trainer.metric_sums import MetricSums
-from lightrft.trainer.model_media import connect_media, feature_cache, open_media
+from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.trainer.optimizer_step import none_applied, OptimizerStep, schedule_of, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog
-from lightrft.trainer.session import training_session
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
@@ -215,18 +211,3 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         """Continue from :meth:`extra_state`."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer_step.bad_in_a_row = state["bad_in_a_row"]
-
-
-def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[Any]]) -> None:
-    """Run the ``trainer`` of a command; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
-    config, data = parsed.config, parsed.config.data.as_data_config()
-    with training_session(parsed, exits, trainer.read) as session:
-        path = config.model.pretrain
-        fetch_once(session.strategy, config, data)
-        check_context(path, max_len=config.data.max_len)
-        tokenizer = load_tokenizer(path, data.chat_template)
-        media = open_media(path, tokenizer, data, session.strategy)
-        rows = trainer.read(config, tokenizer, "train", media)
-        held_out = trainer.read(config, tokenizer, "eval", media) if config.held_out else []
-        model = partial(trainer.load, config)  # loaded when the strategy prepares it
-        trainer(config, session.strategy, model, tokenizer, rows, held_out, session.timer, media).fit()

@@ -51,7 +51,7 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
     def _reference(self, media: MediaSource | None) -> Reference:
         cfg: Any = self.config.model
         live = partial(LiveReference, self.config, self.strategy, self.actor, media)
-        if cfg.ref_cache_dir is None:
+        if cfg.ref_cache_dir is None or self.strategy.plans:  # a plan makes no folder
             return live()
         cache = ReferenceCache(cfg.ref_cache_dir, cfg.ref_pretrain or cfg.pretrain, bool(cfg.bf16), self.strategy,
                                media.settings if media else "")

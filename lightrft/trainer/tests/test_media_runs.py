@@ -36,7 +36,7 @@ from lightrft.tests.support.media_rig import ProcessedMedia
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of, weights  # noqa: F401
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
-from lightrft.trainer.offline.offline_trainer import train_rows
+from lightrft.trainer.offline.train_rows import train_rows
 from lightrft.trainer.offline.rm_trainer import RMTrainer
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.session import check
@@ -322,11 +322,11 @@ def test_a_dry_run_knows_what_the_model_takes(home, options, tmp_path):
     pair = hold_rows([row])
     trees = {RMConfig: {"train_data": [pair]}, SFTConfig: {"train_data": [pair]},
              GenerateConfig: {"prompt_data": [pair]}, EvaluateConfig: {"eval_data": [pair]}}  # yapf: disable
-    reads = {RMConfig: RMTrainer.read, SFTConfig: SFTTrainer.read}
+    trainers = {RMConfig: RMTrainer, SFTConfig: SFTTrainer}
     for tree, data in trees.items():
         config = parse_config([], tree=tree, defaults={"pretrain": [text] if tree is EvaluateConfig else text} | data)
         with pytest.raises(UserError, match="row 1: the column 'images' holds .* text only"):
-            list(try_inputs(config.config, TrialContext(read=reads.get(tree))))
+            list(try_inputs(config.config, TrialContext(trainer=trainers.get(tree))))
 
 
 def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
@@ -340,7 +340,7 @@ def test_a_dry_run_knows_what_the_engine_takes(tmp_path, capsys):
         for engine, reason in (("vllm", "on a CPU vLLM hides"), ("sglang", "SGLang hides"), ("hf", "")):
             config = parse_config([], tree=tree, defaults=model | given | {"engine_type": engine}).config
             with pytest.raises(UserError, match=f"--engine_type {engine}: {reason}") if reason else nullcontext():
-                list(try_inputs(config))
+                list(try_inputs(config, TrialContext(elsewhere=True)))
     parsed = parse_config(["--dry_run", "--plan_gpus", "1x900"],
                           defaults=model | trees[Config] | {"engine_type": "vllm"})
     with pytest.raises(SystemExit) as done:

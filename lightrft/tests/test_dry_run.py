@@ -1,0 +1,206 @@
+"""A dry run refuses what the run refuses before its first step, in the same words; it writes nothing."""
+import json
+import re
+import shutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from lightrft.cli.main import COMMANDS
+from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.launch import flags
+from lightrft.tests.support.scorers import save_scorer
+from lightrft.tests.support.tiny_task import rows, write_home, write_rows
+
+Options = dict[str, Any]
+Case = tuple[Callable[[Path, Path], Options], str]  # (home, folder) -> options besides those of the command; words
+RL = runs.BASE | {"reward": "exact", "reward_probe": True}
+PAIRS = [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}] * 2
+STEPS = [{"prompt": "1+1?", "completions": ["2"], "labels": [True]}] * 2
+
+
+@pytest.fixture(name="home", scope="module")
+def home_fixture(tmp_path_factory):
+    """Models, rows, and a run with a checkpoint."""
+    home = write_home(tmp_path_factory.mktemp("dry"))
+    tiny.save_model(home / "narrow", hidden_size=16)
+    tiny.tokenizer(extra="<|extra|>").save_pretrained(tiny.save_model(home / "foreign"))
+    save_scorer(home / "scorer", 0)
+    judged = [{"prompt": f"{i}?", "response": "1", "label": bool(i)} for i in (0, 1)]
+    contents_of = {"pairs": PAIRS, "steps": STEPS, "judged": judged, "demos": [{"prompt": "1+1?", "response": "2"}] * 2}
+    for name, content in contents_of.items():
+        write_rows(home / f"{name}.jsonl", content)
+    assert run("train", options_of("train", home, home / "trained", disable_ckpt=False, max_steps=1)) == 0
+    return home
+
+
+def options_of(command: str, home: Path, folder: Path, **more: Any) -> Options:
+    """The options of a small run of ``command``."""
+    fixed = {"train_batch_size": 2, "max_len": 128, "save_path": folder}
+    prompts = {"prompt_data": home / "train.jsonl"}
+    short = {"prompt_max_len": 64, "generate_max_len": 8, "engine_kv_mib": 1}
+    known: dict[str, Options] = {
+        "train": RL | prompts | {"save_path": folder}, "sft": fixed | {"train_data": home / "demos.jsonl"},
+        "kd": fixed | {"train_data": home / "demos.jsonl", "teacher_model": home / "model"},
+        "dpo": fixed | {"train_data": home / "pairs.jsonl"}, "rm": fixed | {"train_data": home / "pairs.jsonl"},
+        "grm": fixed | {"train_data": home / "pairs.jsonl", "max_len": 400},
+        "kto": fixed | {"train_data": home / "judged.jsonl"},
+        "prm": fixed | {"train_data": home / "steps.jsonl", "placeholder_token": "#", "reward_tokens": "+,-"},
+        "generate": short | prompts | {"output_path": folder / "out.jsonl"},
+        "evaluate": short | {"eval_data": home / "test.jsonl", "output_path": folder / "out", "score": "exact"},
+        "chat": short, "serve_rm": {"reward_pretrain": home / "scorer", "port": 0}
+    }  # yapf: disable
+    return ({} if command == "serve_rm" else {"pretrain": home / "model"}) | known[command] | more
+
+
+def run(command: str, options: Options, *more: str) -> int:
+    """Run a command in this process; return its exit code."""
+    try:
+        import_module(COMMANDS[command][0]).main([*flags(options), *more])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def copied(name: str, change: Callable[[Path], object]) -> Callable[[Path, Path], Options]:
+    """A copy of a model of the home, changed."""
+
+    def options(home: Path, folder: Path) -> Options:
+        change(shutil.copytree(home / name, folder / "changed"))
+        return {"pretrain": folder / "changed"}
+
+    return options
+
+
+def given(**options: Any) -> Callable[[Path, Path], Options]:
+    """Options, the same everywhere; a value ``home:NAME`` is a path in the home."""
+    return lambda home, folder: {
+        name: home / value[5:] if str(value).startswith("home:") else value for name, value in options.items()
+    }
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """Remove a tensor from the weights of a folder."""
+
+    def remove(folder: Path) -> None:
+        kept = {key: tensor for key, tensor in load_file(folder / "model.safetensors").items() if key != name}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+    return remove
+
+
+def written(rows_of: list[dict[str, Any]], option: str = "prompt_data", **more: Any) -> Callable[[Path, Path], Options]:
+    """Rows in a file of their own."""
+    return lambda home, folder: {option: write_rows(folder / "rows.jsonl", rows_of)} | more
+
+
+def resumed(**options: Any) -> Callable[[Path, Path], Options]:
+    """Resume a copy of the run of the home."""
+
+    def resume(home: Path, folder: Path) -> Options:
+        shutil.copytree(home / "trained", folder / "run")
+        return {"save_path": folder / "run", "disable_ckpt": False, "load_checkpoint": True} | given(**options)(home,
+                                                                                                                folder)
+
+    return resume
+
+
+def begun(home: Path, folder: Path) -> Options:
+    """Rows of an unfinished run of batch inference with another temperature."""
+    (parts := folder / "run" / "out.jsonl.parts").mkdir(parents=True)
+    (parts / "identity.json").write_text(json.dumps({"--temperature": 0.5}))
+    (parts / "rank_00000.jsonl").write_text('{"number": 0, "rows": []}\n')
+    return {}
+
+
+MODEL: dict[str, Case] = {  # of every trainer of a policy
+    "frozen tower": (given(freeze_prefix="visual"), "--freeze_prefix 'visual' matches no parameter"),
+    "all frozen": (given(freeze_prefix="language"), "leaves nothing to train"),
+    "no target": (given(lora_rank=4, target_modules="nosuch"), "--target_modules nosuch matches no module"),
+    "head": (given(lora_rank=4, target_modules="embed_tokens"), "puts LoRA on"),
+    "no weights": (copied("model", lambda folder: (folder / "model.safetensors").unlink()), "cannot load the weights"),
+    "cut": (copied("model", lambda folder: (folder / "model.safetensors").write_bytes(b"12345678")), "header too"),
+    "no tensor": (copied("model", without("model.norm.weight")), "lacks 1 tensors"),
+    "other shape": (copied("model", lambda folder: tiny.change_json(folder / "config.json", intermediate_size=24)),
+                    "is stored as"),
+    "no tokenizer": (copied("model", lambda folder: [path.unlink() for path in folder.glob("*token*")]), "no token"),
+    "scores": (given(pretrain="home:scorer"), "scores texts and does not generate"),
+}  # yapf: disable
+UNREADABLE = [rows(1)[0] | {"reference": {"a": [1]}}] * 4
+CASES: dict[str, dict[str, Case]] = {
+    "train": MODEL | {
+        "reference": (given(ref_pretrain="home:foreign", init_kl_coef=0.1), "--ref_pretrain .*its tokens are not"),
+        "teacher": (given(teacher_model="home:foreign", kd_coef=0.5), "--teacher_model .*its tokens are not"),
+        "checkpoint": (resumed(pretrain="home:narrow"), "is a checkpoint of another model"),
+        "checkpoint frozen": (resumed(freeze_prefix="embed_tokens"), "is a checkpoint of another model"),
+        "other rows": (resumed(prompt_data="home:test.jsonl"), "data sets of .20. rows, now they have .6."),
+        "spread": (given(dynamic_sampling=True, zero_spread=2), "no batch would ever fill"),
+        "long": (given(generate_max_len=1000), "more than the 512 positions"),
+        "few rows": (written(rows(3)), "a batch cannot be filled"),
+        "no reference": (written(UNREADABLE, reward="math"), "cannot read the reference"),
+        "held-out": (written(UNREADABLE, "eval_data"), "cannot read the reference"),
+        "template": (given(chat_template="chatmml"), "unknown chat template"),
+        "engine": (given(engine_type="sglang"), "sglang"),
+    },
+    "sft": MODEL | {"long": (given(max_len=1000), "more than the 512 positions"),
+                    "few rows": (written(PAIRS[:1], "train_data", chosen_key="chosen"), "")},
+    "kd": {"frozen tower": MODEL["frozen tower"], "teacher": (given(teacher_model="home:foreign"), "tokens are not"),
+           "top k": (given(kd_top_k=1000), "the models have 260 logits")},
+    "dpo": MODEL | {"reference": (given(ref_pretrain="home:foreign"), "its tokens are not"),
+                    "cache": (given(ref_cache_dir="home:pairs.jsonl"), "--ref_cache_dir .*is a file; give a folder")},
+    "kto": {"no target": MODEL["no target"], "reference": (given(ref_pretrain="home:foreign"), "its tokens are not")},
+    "rm": {"frozen tower": MODEL["frozen tower"], "no target": MODEL["no target"],
+           "twice": (given(heads_types="a,a"), "give each score its own name"),
+           "pooling": (given(pretrain="home:scorer", pooling_method="attn"), "score.weight is stored as")},
+    "prm": {"no target": MODEL["no target"], "tokens": (given(reward_tokens="good,bad"), "reward_tokens")},
+    "grm": {"no target": MODEL["no target"], "scores": MODEL["scores"]},
+    "generate": {name: MODEL[name] for name in ("no weights", "no tensor", "other shape", "scores")} | {
+        "long": (given(generate_max_len=1000), "more than the 512 positions"),
+        "iteration": (given(iter=9, rollout_batch_size=8), "--iter 9: begins at row 72"),
+        "other run": (begun, "holds an unfinished run with other options"),
+        "reward": (given(score="exatc"), "did you mean exact"),
+        "scorer": (given(score="home:model"), "--score .*without a reward head"),
+        "reference": (written(UNREADABLE, score="math"), "cannot read the reference"),
+    },
+    "evaluate": {name: MODEL[name] for name in ("no weights", "other shape", "scores")} | {
+        "reward": (given(score="exatc"), "did you mean exact"),
+        "scorer": (given(score="home:model"), "--score .*without a reward head"),
+    },
+    "chat": {name: MODEL[name] for name in ("no weights", "no tokenizer", "scores")},
+    "serve_rm": {"no head": (given(reward_pretrain="home:model"), "it is a generative model"),
+                 "moments": (given(normalize_reward=True), "no mean and std")},
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("command,name", [(command, name) for command, cases in CASES.items() for name in cases])
+def test_a_dry_run_refuses_in_the_words_of_the_run(command, name, home, tmp_path, capfd):
+    options, words = CASES[command][name]
+    folder = tmp_path / "run"
+    wanted = options_of(command, home, folder, **(given_ := options(home, tmp_path)))
+    before = contents(tmp_path)
+    assert run(command, wanted, "--dry_run") == 2, capfd.readouterr()
+    planned = refusal(capfd)
+    assert contents(tmp_path) == before, "a dry run writes nothing"
+    assert run(command, wanted) == 2, capfd.readouterr()
+    assert planned == refusal(capfd) and re.search(words, planned, re.S), (planned, given_)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refusal(capfd: Any) -> str:
+    """The error of a command, without its name, the time and hints."""
+    said = capfd.readouterr()
+    found = re.findall(r"(?:error|ERROR): (.*?)(?:\nSee --help.*)?\s*\Z", said.err, re.S)
+    assert len(found) == 1, said
+    return str(found[0])
+
+
+def test_a_dry_run_of_a_whole_command_says_what_it_has_not_tried(home, tmp_path, capfd):
+    assert run("sft", options_of("sft", home, tmp_path, pretrain="org/absent"), "--dry_run") == 0
+    assert "model: org/absent is not on this machine" in capfd.readouterr().out

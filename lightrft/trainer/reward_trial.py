@@ -1,0 +1,78 @@
+"""Trial of the rewards of a run: one row is scored."""
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.options import show
+from lightrft.config.schema import Config
+from lightrft.datasets.records import Message, missing, Record, text_of
+from lightrft.datasets.rendering import Renderer
+from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.manager import RewardManager
+from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
+from lightrft.utils.errors import UserError
+
+AWAITED = (None, "unreachable", "no_rival")
+"""Scored; the server does not run yet; a judge will compare the answer with others."""
+EXCUSED = (*AWAITED, "none")
+"""The last one: the function declines to judge."""
+
+
+def rendered(record: Record, config: Config, tokenizer: Any) -> tuple[str, list[Message]]:
+    """Render the prompt of a record as the run does: its text, and its messages if it is a chat. Without a tokenizer
+    (None) the text of a chat is that of its turns."""
+    renderer = Renderer(config.data, tokenizer)
+    messages = renderer.messages(record.prompt)
+    if messages is None:
+        return renderer.text(str(record.prompt)), []
+    if tokenizer is None:
+        return "\n".join(text_of(turn["content"]) for turn in messages), messages
+    return renderer.opened([messages], [record.template_kwargs])[0], messages
+
+
+def try_row(rewards: RewardManager, record: Record, where: str, config: Config,
+            tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Score a stand-in for a response to one row, its reference or nothing; the time is bounded as in a run.
+
+    Raises:
+        UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
+            every answer with which a run probes the rewards.
+    """
+    prompt, messages = rendered(record, config, tokenizer)
+    row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
+                      record.media, config.data.chat_template_kwargs | record.template_kwargs)
+    check_references(rewards, [row])
+    known = not missing(record.reference)
+    row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
+    asked = f"{where}, {f'answered with its reference ({quoted(row.response)})' if known else 'with an empty response'}"
+    if rewards.cfg.reward_probe and score.error not in AWAITED:
+        probed = score_answers(rewards, row)
+        if all(one.total is None for one in probed):
+            raise nothing_scored(row, probed)
+    elif score.error not in EXCUSED:
+        raise UserError(
+            f"rewards: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "
+            "above). Correct the reward or the row")
+    parts = ", ".join(f"{name} {'unscored' if value is None else show(value)} x {show(score.weights[name])}"
+                      for name, value in score.parts.items() if name in score.weights)  # yapf: disable
+    total = f"unscored: {score.error}" if score.total is None else f"{score.total:.6g}"
+    return f"rewards: {asked}: {parts}; total {total}"
+
+
+def _first_that_earns(rewards: RewardManager, row: RewardInput, answers: list[str]) -> tuple[RewardInput, Score]:
+    """Score the first and the last of ``answers`` to a row, one by one, until one gets a reward or a reward is excused;
+    else return the first, or the last if the first was an error."""
+    tried = list[tuple[RewardInput, Score]]()
+    for answer in dict.fromkeys((answers[0], answers[-1])):
+        one = replace(row, response=answer)
+        tried += [(one, score) for score in rewards.collect(rewards.submit([one]))]
+        score = tried[-1][1]
+        if score.total or score.total is None and score.error in EXCUSED:
+            break
+    failed = tried[0][1].error not in EXCUSED
+    return tried[-1] if failed or (tried[-1][1].total or 0) > 0 else tried[0]
+
+
+def _failed(score: Score) -> str:
+    return ", ".join(name for name in score.weights if score.parts[name] is None)
