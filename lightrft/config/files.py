@@ -125,8 +125,9 @@ def load_config(path: str | Path, tree: type) -> dict[str, Any]:
     Raises:
         ConfigError: with every problem of the file: unknown keys (and the nearest known), wrong types, repeated keys.
     """
+    given = {key: value for key, value in _read(Path(path)).items() if key != "plugin"}
     try:
-        return convert_options({key: value for key, value in _read(Path(path)).items() if key != "plugin"}, tree)
+        return convert_options(given, tree)
     except ConfigError as error:
         raise ConfigError([f"--config {path}: {problem}" for problem in error.problems]) from None
 

@@ -1,6 +1,8 @@
 """The option tree as flags of an ``argparse`` parser."""
 import argparse
 import os
+import re
+import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +42,8 @@ def _wandb_key(text: str) -> bool | None:
         get_logger().info("--use_wandb has no effect: its key is empty")
         return False
     os.environ["WANDB_API_KEY"] = text
+    sys.argv[:] = [re.sub(f"(?<=use_wandb=){re.escape(text)}$", "***", "***" if word == text else word)
+                   for word in sys.argv]  # which trackers record
     get_logger().info("--use_wandb: its value is the key of W&B, as in WANDB_API_KEY; it is not stored")
     return True
 

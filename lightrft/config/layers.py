@@ -1,6 +1,7 @@
 """Precedence of option values (default < script < semantics < recipe < YAML < flags) and the source of each."""
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from lightrft.config.options import ConfigError, show
@@ -8,6 +9,7 @@ from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.stages import stage_options
 from lightrft.config.tree import flatten, options
+from lightrft.utils.logging import get_logger
 
 DIRECT = ("flag", "keyword")  # sources that the user has just written
 
@@ -70,7 +72,18 @@ def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dic
     _check_recipe(values, provenance)
     if provenance.get("train_batch_size") == "default" and (batch := _small_rollout(tree, values)):
         values["train_batch_size"], provenance["train_batch_size"] = batch, "samples of a rollout"
+    if provenance.get("eval_split") in DIRECT and (held_out := _split_of_folders(tree, values)):
+        values["eval_data"], provenance["eval_data"] = held_out, "--eval_split"
+        get_logger().info("--eval_split without --eval_data: that split of --prompt_data is held out")
     return values, provenance | _outvoted(values, provenance, presets)
+
+
+def _split_of_folders(tree: type, values: dict[str, Any]) -> list[str]:
+    """Return the folders and hub ids of ``--prompt_data``, which have splits, if no held-out data is named."""
+    known, entries = options(tree), values.get("prompt_data", [])
+    if "eval_suite" not in known or any(values.get(name) for name in ("eval_data", "eval_suite")):
+        return []
+    return entries if not any(PurePath(entry.partition("@")[0]).suffix for entry in entries) else []
 
 
 def _small_rollout(tree: type, values: dict[str, Any]) -> int | None:

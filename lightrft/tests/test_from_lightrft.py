@@ -1,0 +1,103 @@
+"""The commands, names and calls of LightRFT's own documents."""
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.train import main
+from lightrft.config.cli import parse_config
+from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, GRANTED_WITHOUT, REFUSED
+from lightrft.config.schema import Config
+from lightrft.config.tests.test_cli import ORIGINAL
+from lightrft.config.tree import options
+from lightrft.tests.support import tiny
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split("## LightRFT")[1].split("\n## ")[0]
+# run_grpo_gsm8k_qwen2.5_0.5b.sh, but for paths and sizes
+LINE = """--pretrain {home}/model --save_trajectories --advantage_estimator group_norm --fsdp --use_kl_loss --flash_attn
+--rm_use_engine --reward_pretrain {{}} --save_path {home}/run --ckpt_path {home}/run --micro_train_batch_size 4
+--train_batch_size 10 --micro_rollout_batch_size 4 --rollout_batch_size 4 --max_epochs 1 --num_episodes 30
+--lr_warmup_ratio 0.03 --n_samples_per_prompt 5 --prompt_max_len 64 --generate_max_len 8 --zero_stage 3 --bf16
+--actor_learning_rate 1e-6 --init_kl_coef 0.01 --kl_estimator k3 --prompt_data {home}/data --input_key prompt
+--label_key label --eval_steps 20 --eval_split test --max_eval_samples 1319 --apply_chat_template
+--gradient_checkpointing --save_steps 20 --max_ckpt_num 3 --engine_type sglang --engine_mem_util 0.6 --engine_tp_size 2
+--enable_engine_sleep --system_prompt Think. --l2 1.0e-2 --freeze_prefix --adam_offload --text_only
+--use_wandb SECRET_KEY --wandb_project P --wandb_run_name R"""
+NOTICES = ("--flash_attn has no effect", "--rm_use_engine has no effect: there is no reward model",
+           "--reward_pretrain {} has no effect", "--freeze_prefix without a value means --freeze_prefix visual?",
+           "--text_only has no effect", "--use_wandb: its value is the key",
+           "--eval_split without --eval_data: that split of --prompt_data is held out")
+
+
+@pytest.fixture(name="line")
+def line_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of the launch line, for a tiny model and a folder of two splits."""
+    tiny.save_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "reward_model": {"ground_truth": str(n + 1)},
+                 "extra_info": {"label": "gsm8k_rule"}} for n in range(4)]  # yapf: disable
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    return LINE.format(home=tmp_path).split()
+
+
+def test_the_launch_line_is_planned_as_it_is_printed(line: list[str], capsys: pytest.CaptureFixture[str],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag that asks for nothing has one line; the key of W&B reaches its client, and no record."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *line, "--use_wandb=SECRET_KEY"])
+    with pytest.raises(SystemExit) as end:
+        main([*line, "--dry_run", "--plan_gpus", "2x80"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 0, err
+    for notice in NOTICES:
+        assert err.count(notice) == 1, f"{notice}\n{err}"
+    assert "--zero_stage 3: has no effect with --strategy fsdp" in out + err
+    assert os.environ["WANDB_API_KEY"] == "SECRET_KEY" and "SECRET_KEY" not in f"{sys.argv}{out}{err}"
+
+
+def test_one_message_has_all_refusals(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of flags that cannot be read, are unknown, belong to others, contradict the machine or lack a package."""
+    wrong = "--seed x --sp_size 4 --load_in_4bit --num_generations 4 --nonsense --gamma 2 --recipe grpo --recipe dapo"
+    with pytest.raises(SystemExit):
+        main([*line, *wrong.split(), "--reward_pretrain", "./no"])
+    err = capsys.readouterr().err
+    for part in ("11 problems", "--seed: expected an integer", "--sp_size is not an option here",
+                 "--load_in_4bit is not", "here: --n_samples_per_prompt", "unknown flag --nonsense",
+                 "--gamma 2: must be in", "--recipe: is given", "--rm_use_engine is not an option here",
+                 "--reward_pretrain ./no: no such folder", "--engine_tp_size 2",
+                 "--engine_type sglang: the package sglang"):
+        assert part in err, f"{part}\n{err}"
+
+
+def test_what_follows_from_a_refused_flag_is_no_further_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model.path", "m", "--gamma", "2"])
+    err = capsys.readouterr().err
+    assert "here: --pretrain" in err and "--gamma 2" in err and "--prompt_data is missing" in err
+    assert "--pretrain is missing" not in err
+
+
+def test_the_page_has_every_refused_flag_with_the_reason_of_the_error() -> None:
+    taken = {*options(Config), *ALIASES, *GRANTED, *GRANTED_VALUES, *GRANTED_WITHOUT}
+    rows = re.findall(r"^\| `--(\w+)` \| (.+) \|$", PAGE.split("| why not")[1], re.MULTILINE)
+    told = {name: text.replace("`", "") for name, text in rows}
+    assert told == {name: REFUSED[name] for name in ORIGINAL if name not in taken and name != "local_rank"}
+
+
+@pytest.mark.parametrize("words,problem", [("--sp_size 2", True), ("--sp_size 1", False), ("--chunk_size 4096", False),
+                                           ("--grad_accum_dtype bf16", True), ("--grad_accum_dtype fp32", False),
+                                           ("--rm_use_engine", False), ("--rm_use_engine false", False),
+                                           ("--rm_use_engine --reward_pretrain a/b", True)])
+def test_a_flag_is_granted_if_its_value_asks_for_what_holds(words: str, problem: bool,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    if problem:
+        with pytest.raises(SystemExit):
+            parse_config(words.split())
+        assert "is not an option here" in capsys.readouterr().err
+    else:
+        assert parse_config(words.split()).config == Config()
