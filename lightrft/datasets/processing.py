@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from PIL import Image
-from transformers import ProcessorMixin
+from transformers import processing_utils, ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from lightrft.datasets.decoding import Video
@@ -23,6 +23,7 @@ Decoded: TypeAlias = Image.Image | Waveform | Video
 _BLANK = (56, 56)  # pixels of a blank picture; a blank sound lasts a second
 _ENDLESS = 1 << 62  # samples
 _PROBES = ((56, 56), (200, 320))  # sizes of pictures for which the processor's own function is tried
+_OMNI = getattr(processing_utils, "OmniModalProcessorMixin", ())  # since transformers 5.23
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}  # of a processor
 
 
@@ -91,7 +92,7 @@ class MediumProcessor:
             cut_s = medium.seconds - len(content) / self.rate
         if kind == "audio" and self.token_frames:
             tensors, text = self._windows(content)
-        elif getattr(type(self.processor), f"replace_{kind}_token") is getattr(ProcessorMixin, f"replace_{kind}_token"):
+        elif self._takes_prompts(kind):
             tensors, text = self._prompt(kind, content, options)
         else:
             given = [[content, content]] if several else [content]
@@ -147,8 +148,15 @@ class MediumProcessor:
             options |= {"sampling_rate": self.rate}  # without it, extractors print a warning for each sound
         return options
 
+    def _takes_prompts(self, kind: str) -> bool:
+        """True if the processor takes whole prompts only, or its function for one medium asks for what a prompt has
+        decided (Qwen2.5-Omni)."""
+        name = f"replace_{kind}_token"
+        return (isinstance(self.processor, _OMNI)
+                or getattr(type(self.processor), name) is getattr(ProcessorMixin, name))
+
     def _prompt(self, kind: str, content: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Process a prompt of one placeholder, for processors that take whole prompts only (Qwen2.5-Omni)."""
+        """Process a prompt of one placeholder."""
         token, timed = getattr(self.processor, f"{kind}_token"), {}
         if kind == "video":
             metadata, = options["video_metadata"]

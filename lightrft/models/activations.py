@@ -8,7 +8,7 @@ The sums count what every such layer keeps. A family with more (norms of queries
 more, so a plan that does not fit by these sums does not fit.
 """
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -163,3 +163,9 @@ class Activations:
         """Peak of a pass without gradients: the residual stream, its norm, and three tensors of the MLP."""
         s = self.shape
         return self.tokens * self.width * (2 * s.hidden + 3 * s.mlp)
+
+
+def recompute(hf: Any) -> None:
+    """Recompute the activations of layers in the backward pass (gradient checkpointing)."""
+    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable  # before 5.23
+    enable({"use_reentrant": False})

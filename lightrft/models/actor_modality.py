@@ -22,7 +22,7 @@ from lightrft.models.attention import PACKED, PackedLayout
 from lightrft.models.media_features import FeatureCache, keys_of, MediaPlaces
 from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
                                     least_placed, of_frames, of_grids, of_omni_sounds, of_pictures, of_qwen2_audio,
-                                    of_several, of_tile_rows, of_tiles, of_levels, of_windows, part_of,
+                                    of_several, of_tile_rows, of_tiles, of_levels, of_windows, OMNI_PATH, part_of,
                                     per_layer_inputs, pooled, rope_of_grids, rope_of_omni, Tower, video_of_frames)
 from lightrft.ops.logprobs import full_logits
 from lightrft.ops.segment import expand
@@ -335,8 +335,9 @@ _TILE_ROW = Tower("image_token_id", ("pixel_values", "pixel_attention_mask"), "m
                   per_token=lambda config: config.scale_factor**2, features=of_tile_rows)
 _SOUND = Tower("audio_token_id", ("input_features", "feature_attention_mask"), "model.audio_tower.",
                per_token=lambda config: 2)
-_OMNI_SOUND = replace(_SOUND, path="audio_tower.", features=of_omni_sounds, least=least_frames)
-_OMNI = Family({"image": replace(_GRID_IMAGE, path="visual."), "video": replace(_GRID_VIDEO, path="visual."),
+_OMNI_SOUND = replace(_SOUND, path=f"{OMNI_PATH}audio_tower.", features=of_omni_sounds, least=least_frames)
+_OMNI_VISUAL = f"{OMNI_PATH}visual."
+_OMNI = Family({"image": replace(_GRID_IMAGE, path=_OMNI_VISUAL), "video": replace(_GRID_VIDEO, path=_OMNI_VISUAL),
                 "audio": _OMNI_SOUND}, rope_of_omni)  # yapf: disable
 _GLM_VIDEO = replace(_GRID_VIDEO, token="image_token_id", between=("video_start_token_id", "video_end_token_id"))
 _GLM = Family({"image": _GRID_IMAGE, "video": _GLM_VIDEO}, rope_of_grids)

@@ -14,7 +14,7 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, loggin
 
 from lightrft.config.rm_schema import RewardModelConfig, StepFormat
 from lightrft.config.schema import ModelConfig, PolicyModelConfig
-from lightrft.models.activations import ModelShape
+from lightrft.models.activations import ModelShape, recompute
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.adapter_folder import refuse_adapter, refuse_loaded_adapter
@@ -396,5 +396,5 @@ def _finish(hf: PreTrainedModel, cfg: PolicyModelConfig, train: bool,
     if modality:
         freeze(model, cfg.freeze_prefix, modality)
     if cfg.gradient_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(hf)
     return model.train()

@@ -25,6 +25,7 @@ Tensors = dict[str, Tensor]
 _SIZES = ("image_sizes", )  # read on the host alone
 _VIDEO = 2  # kind of a token, as Hugging Face numbers them
 _GRIDS = ("image_grid_thw", "video_grid_thw")
+OMNI_PATH = "model." if "Qwen2_5OmniThinkerModel" in vars(omni) else ""  # the towers' place, since transformers 5.21
 
 
 @dataclass(frozen=True)
@@ -363,9 +364,9 @@ def rope_of_omni(hf: Any, ids: Tensor, kinds: Tensor, media: list[MediaTensors])
     given = _all_of(media, "image_grid_thw", "video_grid_thw", "feature_attention_mask")
     seconds = _all_of(media, "video_second_per_grid").get("video_second_per_grid")
     frames = given.pop("feature_attention_mask").sum(-1) if "feature_attention_mask" in given else None
-    mask = torch.ones_like(ids)[None]
-    return hf.get_rope_index(ids[None], **given, attention_mask=mask, audio_seqlens=frames,
-                             second_per_grids=seconds)[0][:, 0]
+    mask, above_towers = torch.ones_like(ids)[None], hf.get_submodule(OMNI_PATH.rstrip("."))
+    return above_towers.get_rope_index(ids[None], **given, attention_mask=mask, audio_seqlens=frames,
+                                       second_per_grids=seconds)[0][:, 0]
 
 
 def per_layer_inputs(hf: Any, ids: Tensor, places: Tensor) -> dict[str, Any]:

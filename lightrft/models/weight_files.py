@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
+from transformers.core_model_loading import PrefixChange, Transpose, WeightConverter, WeightTransform
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # names of types in safetensors files
 
@@ -131,7 +131,8 @@ def name_as_published(hf: PreTrainedModel) -> PreTrainedModel:
     transformers reverts the steps of its reading. One of the whole model (Qwen2-Audio) that the model inside of it
     repeats would be reverted twice. Tensors that are one in checkpoints and several in the model do not come together
     where one is written after another. Experts that checkpoints transpose (Qwen3-VL) would stay as they are; they do
-    where they are square, since then transformers cannot know which way it reads them.
+    where they are square, since then transformers cannot know which way it reads them. The prefix that a model has
+    inside of a larger one (the thinker of Qwen2.5-Omni, since transformers 5.21) is not written.
     """
     steps = get_model_conversion_mapping(hf, add_legacy=False)
     whole = {pattern for step in steps if step.scope_prefix is None for pattern in step.source_patterns}
@@ -143,7 +144,9 @@ def name_as_published(hf: PreTrainedModel) -> PreTrainedModel:
         for one in turns:
             one.check_dims = False  # against the shape in the model, which is the one that is written from
         again = step.scope_prefix is not None and whole.intersection(step.source_patterns)
-        return len(step.target_patterns) == 1 and not again and not (turns and square)
+        inside = (isinstance(step, PrefixChange) and step.scope_prefix is None and not step.model_prefix
+                  and step.prefix_to_remove)
+        return len(step.target_patterns) == 1 and not again and not inside and not (turns and square)
 
     vars(hf)["_weight_conversions"] = [step for step in steps if is_reverted(step)]
     return hf

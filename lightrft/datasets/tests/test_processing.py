@@ -102,7 +102,8 @@ def test_the_text_of_a_picture_from_its_size(name):
     single = MediumProcessor(family.processor(family.tokenizer()))
     noise = np.random.default_rng(0)
     found = [single.text_of_size(height, width) for height, width in SIZES]
-    if name in ("llava_pixtral", "mistral3", "idefics3", "smolvlm", "qwen2_5_omni_thinker"):
+    without = name == "qwen2_5_omni_thinker" and not hasattr(single.processor, "_get_num_multimodal_tokens")
+    if without or name in ("llava_pixtral", "mistral3", "idefics3", "smolvlm"):
         assert found == [None] * len(SIZES)
         return
     for text, size in zip(found, SIZES):

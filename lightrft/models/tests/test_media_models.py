@@ -37,15 +37,19 @@ def test_of_a_whole_qwen2_5_omni_the_thinker_is_loaded(tmp_path):
     """As published: under one prefix, beside what speaks, which the memory plan does not count."""
     folder, file = FAMILIES["qwen2_5_omni_thinker"].save(tmp_path, False), tmp_path / "model.safetensors"
     path, weights, size = str(folder), load_file(file), known_model(str(folder))[0]
+    alone = load_actor(ModelConfig(pretrain=path)).hf_model.state_dict()
     speaks = {"talker.model.norm.weight": torch.zeros(7), "token2wav.layer.weight": torch.zeros(3)}
     save_file({f"thinker.{name}": weight for name, weight in weights.items()} | speaks, file, {"format": "pt"})
     Qwen2_5OmniConfig(thinker_config=AutoConfig.from_pretrained(folder).to_dict()).save_pretrained(folder)
     hf = load_actor(ModelConfig(pretrain=path)).hf_model
     assert hf.config.model_type == "qwen2_5_omni_thinker" and hf.config.name_or_path == path
-    state = hf.state_dict()
-    assert state.keys() == weights.keys() and all(torch.equal(state[name], each) for name, each in weights.items())
-    exported = load_exported(path).state_dict()
-    assert exported.keys() == weights.keys() and all(torch.equal(exported[key], each) for key, each in weights.items())
+    exported = load_exported(path)
+    for state in (hf.state_dict(), exported.state_dict()):
+        assert state.keys() == alone.keys() and all(torch.equal(state[name], each) for name, each in alone.items())
+    exported.save_pretrained(tmp_path / "exported")
+    written = load_file(tmp_path / "exported" / "model.safetensors")
+    assert written.keys() == weights.keys() and all(torch.equal(written[name], each) for name, each in weights.items())
+    assert {"model.embed_tokens.weight", "audio_tower.conv1.weight", "visual.blocks.0.norm1.weight"} <= written.keys()
     assert known_model(path)[0] == size
     places = load_actor(ModelConfig(pretrain=path), deferred=True).files.places
     assert {place.key for place in places.values()} == {f"thinker.{name}" for name in weights}

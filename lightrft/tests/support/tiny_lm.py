@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lightrft.models.activations import recompute
 from lightrft.strategy.optimizer import OptimSpec, ParamSlice
 
 SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
@@ -21,7 +22,7 @@ class TinyLM(nn.Module):
             Qwen2Config(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=51, num_hidden_layers=layers,
                         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, initializer_range=0.1))
         if recomputing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute(self.model)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Log-probs of the masked tokens."""

@@ -144,6 +144,8 @@ def test_a_gpu_that_torch_was_not_built_for_stops_the_run(capability, built, run
 def test_ranks_that_cannot_meet_are_told_of_the_interface(monkeypatch):
     world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     monkeypatch.setattr(distributed_c10d, "_group_count", 0)  # the failed group takes a number
+    monkeypatch.setattr(distributed, "START_S", 1)
+    distributed._rendezvous.cache_clear()  # an earlier test of this process may have met another rank
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
