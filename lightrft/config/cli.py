@@ -19,6 +19,7 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
 from lightrft.utils.errors import did_you_mean, ExpectedError, leave_error, UserError
+from lightrft.utils.launcher import adopt_launcher
 from lightrft.utils.logging import silent
 
 Provenance = dict[str, str]
@@ -28,7 +29,8 @@ class ParsedConfig(NamedTuple):
     """Result of parsing the command line, or keywords of a program.
 
     ``provenance[option]`` begins with default, script, ``recipe NAME``, stages, ``semantics NAME``, ``yaml:PATH``,
-    flag, keyword or "samples of a rollout"; the value that a preset would have given follows after a semicolon.
+    flag, keyword, "samples of a rollout" or "--zero_stage"; the value that a preset would have given follows after a
+    semicolon.
     """
     config: Any
     provenance: Provenance
@@ -263,6 +265,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
     Raises:
         SystemExit: 2 with every problem on stderr; 0 after ``--help``.
     """
+    adopt_launcher()
     with exit_on_config_error(prog):
         argv = _in_own_flags(argv, tree)
         plugins = _plugins(argv)

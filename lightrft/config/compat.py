@@ -119,7 +119,6 @@ REFUSED: dict[str, str] = {
     "experts_implementation": "experts are computed by the model's own code; drop the flag",
     "full_determinism":
     "--seed fixes data, samples and dropout; GPU kernels may still round differently; drop the flag",
-    "local_rank": "torchrun passes it in the environment (LOCAL_RANK); start with torchrun",
     # models
     "load_in_4bit": "4-bit weights are not part of this release; use --bf16, and --lora_rank to train",
     "gradient_checkpointing_use_reentrant": _REENTRANT,

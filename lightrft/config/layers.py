@@ -75,6 +75,8 @@ def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dic
     if provenance.get("eval_split") in DIRECT and (held_out := _split_of_folders(tree, values)):
         values["eval_data"], provenance["eval_data"] = held_out, "--eval_split"
         get_logger().info("--eval_split without --eval_data: that split of --prompt_data is held out")
+    if provenance.get("strategy") == "default" and provenance.get("zero_stage", "default") != "default":
+        values["strategy"], provenance["strategy"] = "deepspeed", "--zero_stage"
     return values, provenance | _outvoted(values, provenance, presets)
 
 

@@ -68,7 +68,7 @@ class LaunchConfig:
 @dataclass
 class StrategyConfig(LaunchConfig):
     """Distribution of the models over the ranks."""
-    strategy: str = option("auto", "auto: fsdp under torchrun with more than one rank, else single",
+    strategy: str = option("auto", "auto: deepspeed with --zero_stage, else fsdp for more than one rank, else single",
                            ("auto", "single", "fsdp", "deepspeed"))
     fsdp_shard_size: int = option(
         0, "ranks that share one copy of the weights (HSDP when smaller than the world); 0: all ranks",
@@ -82,7 +82,8 @@ class StrategyConfig(LaunchConfig):
         ("auto", "every", "last"), read_by=("fsdp", ))
     zero_stage: int = option(
         2, "deepspeed: state that is sharded over the ranks: 1 the optimizer state, 2 also the gradients, 3 also the "
-        "weights; 0 nothing", within="[0, 3]", read_by=("deepspeed", ))
+        "weights; 0 nothing. Written without --strategy, it selects deepspeed", within="[0, 3]",
+        read_by=("deepspeed", ))
     zpg: int = option(
         1, "deepspeed with --zero_stage 3: number of neighbouring ranks that together hold a second copy of the "
         "weights for the backward pass (hpZ); 1: none", within=COUNT, read_by=("deepspeed", ))
@@ -206,7 +207,9 @@ class Tree:
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
     SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, OPTION=VALUE, or FLAG OPTION
-    GRANTS: ClassVar[dict[str, tuple[str, str]]] = {}  # flags of theirs -> values that ask for what holds, and that
+    GRANTS: ClassVar[dict[str, tuple[str, str]]] = {  # flags of theirs -> values that ask for what holds, and that
+        "local_rank": (r"-?\d+", "the launcher (torchrun, deepspeed) sets the rank in the environment"),
+    }
 
     @property
     def folder(self) -> Path | None:
@@ -248,5 +251,6 @@ class Tree:
 
 
 def grants(tree: type) -> dict[str, tuple[str, str]]:
-    """Return ``GRANTS`` of a tree; a script's own tree need not have it."""
-    return tree.GRANTS if issubclass(tree, Tree) else {}
+    """Merge ``GRANTS`` of a tree and its bases; a script's own tree has those of all trees."""
+    bases = reversed(tree.__mro__ if issubclass(tree, Tree) else Tree.__mro__)
+    return {name: held for base in bases for name, held in vars(base).get("GRANTS", {}).items()}

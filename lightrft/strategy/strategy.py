@@ -15,6 +15,7 @@ from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
 from lightrft.utils.errors import UserError
 from lightrft.utils.gpu import rank_device
+from lightrft.utils.launcher import adopt_launcher
 
 REDUCE_OPS = ("sum", "max", "min")
 
@@ -83,6 +84,7 @@ def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
     Raises:
         ValueError: an unknown name, or "single" under torchrun with more than one rank.
     """
+    adopt_launcher()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     name = cfg.resolved(world_size)
     if name == "single":

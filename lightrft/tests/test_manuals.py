@@ -273,8 +273,7 @@ def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys, request):
         code, said = ended([command, *shlex.split(" ".join(kept)), *folder, "--dry_run"], capsys)
         assert code == 2 and "--reward_pretrain {}: names no model" in said, said
         kept.remove("--reward_pretrain {}")
-    added = ["--strategy deepspeed"] if "zero_stage" in text and "--fsdp" not in text else []  # named by an error
-    added += ["--engine_type vllm"] * ("--vllm." in text)
+    added = ["--engine_type vllm"] * ("--vllm." in text)
     words = [*shlex.split(" ".join([*kept, *moved, *added])), *folder]
     code, said = ended([command, *words, "--dry_run", *["--plan_gpus", "8xH100"] * bool(folder)], capsys)
     assert not code, said

@@ -1,4 +1,5 @@
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -9,15 +10,18 @@ import pytest
 
 from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, GRANTED_WITHOUT, REFUSED
+from lightrft.config.files import to_yaml
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.rm_schema import RMConfig
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.shared_schema import grants
 from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
+from lightrft.utils.env import World
 
 TREES = (Config, SFTConfig, RMConfig, GenerateConfig, EvaluateConfig)
 CASES = [
@@ -73,15 +77,45 @@ def test_every_flag_sets_its_field_and_nothing_else(tree: type, option: Option) 
     parsed = parse_config(words(option, value), tree=tree)
     changed = {k: v for k, v in flatten(parsed.config).items() if v != options(tree)[k].default}
     single = option.choices is not None and len(option.choices) == 1
-    assert changed == ({} if single else {option.name: value}), f"{option.flag} set {changed}"
+    implied = {"strategy": "deepspeed"} if option.name == "zero_stage" else {}
+    assert changed == ({} if single else {option.name: value} | implied), f"{option.flag} set {changed}"
     assert parsed.provenance[option.name] == "flag", "provenance"
     assert all(source == "default" for name, source in parsed.provenance.items()
-               if name != option.name), "provenance of the rest"
+               if name not in {option.name, *implied}), "provenance of the rest"
+
+
+@pytest.mark.parametrize("argv,strategy,source", [
+    (["--zero_stage", "2"], "deepspeed", "--zero_stage"),
+    (["--zero_stage", "2", "--fsdp"], "fsdp", "flag"),
+    (["--strategy", "auto", "--zero_stage", "3"], "auto", "flag"),
+    ([], "auto", "default"),
+])
+def test_a_written_stage_of_zero_selects_deepspeed(argv: list[str], strategy: str, source: str, tmp_path: Path) -> None:
+    for tree in (Config, SFTConfig):
+        parsed = parse_config(argv, tree=tree)
+        assert (parsed.config.strategy.strategy, parsed.provenance["strategy"]) == (strategy, source)
+        (tmp_path / "saved.yaml").write_text(to_yaml(parsed.config))
+        again = parse_config(["--config", str(tmp_path / "saved.yaml")], tree=tree)
+        assert again.config.strategy.strategy == strategy, "a saved run keeps its own"
+
+
+def test_the_ranks_of_the_launcher_of_deepspeed(monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", {**os.environ})  # so that the name that is added goes with the test
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    parse_config(["--local_rank=1", "--seed", "3"])
+    assert World.from_env() == World(3, 1, 4, 2)
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_every_original_flag_is_an_option_an_alias_or_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name in options(Config):
+        return
+    if name in grants(Config):
+        parse_config([f"--{name}", "1"])
+        assert f"--{name} has no effect: " in capsys.readouterr().err
         return
     if name in ALIASES:
         target, value = ALIASES[name]
