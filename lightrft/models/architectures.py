@@ -10,8 +10,6 @@ from lightrft.utils.errors import UserError
 REMEDY = "; give a decoder-only causal language model (Qwen2, Qwen3, Llama, Mistral, Gemma, ...)"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 TOWERS = ("vision_config", "audio_config", "speech_config", "encoder_config", "dit_config")
-SINKS = {"gpt_oss"}
-SCALED_HEADS = ("lm_head_multiplier", "mup_width_scale", "output_multiplier")
 REFUSED = {
     "audioflamingo3": "is loaded by no auto class of transformers for multimodal language models",
     "qwen3_5": "has linear attention layers, which would mix packed sequences",
@@ -38,12 +36,13 @@ def modality_of(config: PretrainedConfig, path: str) -> ActorModality:
 
 
 def _refusal(config: PretrainedConfig, family: Family | None) -> str:
-    text = config.get_text_config()
-    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS
+    """Say why a config is refused before a copy is tried: what the check cannot see, or what it says in worse words."""
     if config.model_type in REFUSED:
         return f"{REFUSED[config.model_type]}; give a model of one of {', '.join(FAMILIES)}"
     if config.is_encoder_decoder:
         return "is an encoder-decoder" + REMEDY
+    text = config.get_text_config()
+    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS
     if family is None and any(config_value(config, tower, None) for tower in TOWERS):
         return f"has a vision or audio tower of a family that is not supported{REMEDY}, or one of {', '.join(FAMILIES)}"
     both_ways = config_value(text, "use_bidirectional_attention", False)
@@ -52,14 +51,8 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
         return "is not a causal language model" + REMEDY
     if config.architectures and all(name.endswith("ForMaskedLM") for name in config.architectures):
         return f"was saved as {config.architectures[0]}, an encoder" + REMEDY
-    if config_value(config, "type_vocab_size", 0) and not config_value(config, "is_decoder", True):
-        return "is an encoder (its is_decoder is false)" + REMEDY
-    if text.model_type in SINKS:
-        return "uses attention sinks, which packed attention does not support" + REMEDY
     if layers:
         return f"has {', '.join(sorted(layers))} layers, which would mix packed sequences" + REMEDY
-    if any(config_value(text, key, 1.0) != 1.0 for key in SCALED_HEADS):
-        return "scales its logits in a way that the fused log-probs do not support" + REMEDY
     return ""
 
 

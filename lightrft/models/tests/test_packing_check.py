@@ -6,7 +6,8 @@ from packaging.version import Version
 from transformers import AutoConfig
 
 from lightrft.models.architectures import modality_of
-from lightrft.models.packing_check import packing_fault
+from lightrft.models import packing_check
+from lightrft.models.packing_check import Gap, packing_fault, packing_gap
 from lightrft.tests.support import tiny
 from lightrft.utils.errors import UserError
 
@@ -15,13 +16,16 @@ ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 
 REFUSED = {
     "falcon": {}, "gptj": {"n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8}, "bloom": {},
     "bart": {"is_decoder": True, "is_encoder_decoder": False},
-    "marian": {"is_decoder": True, "is_encoder_decoder": False}, "bert-generation": {}, "gpt_oss": {}
+    "marian": {"is_decoder": True, "is_encoder_decoder": False}, "bert-generation": {}, "gpt_oss": {},
+    "codegen": {}, "rwkv": {}, "xlstm": {}, "reformer": {"is_decoder": True}
 }  # yapf: disable
 ACCEPTED = {
     "qwen2": {}, "gpt2": {}, "cohere": {}, "qwen3_moe": {"num_experts": 8}, "stablelm": {},
     "nemotron": {"num_key_value_heads": 8},
     "phi3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": ROPE},
-    "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    "granite": {}, "gemma3n_text": {}, "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
 }  # yapf: disable
 if Version(transformers.__version__) >= Version("5.24"):  # its attention is that of all others
     ACCEPTED["gptj"] = REFUSED.pop("gptj")
@@ -36,6 +40,26 @@ def test_wrong_families_are_refused_by_name(kind):
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_right_families_are_not(kind):
     assert packing_fault(AutoConfig.for_model(kind, **ACCEPTED[kind])) == ""
+
+
+def test_a_family_without_a_small_copy_is_refused(monkeypatch):
+    """A config that its family cannot build, and one that cannot be cut; a small one of the latter is tried whole."""
+    with pytest.raises(
+            UserError, match="'dots1' cannot be checked on packed sequences: no small copy of its config "
+            r"runs in the code of transformers \(TypeError: .*; give a decoder-only"):
+        modality_of(AutoConfig.for_model("dots1"), "somewhere")
+    monkeypatch.setattr(packing_check, "cut", lambda config, heads: {}["cut"])
+    small = tiny.config("qwen2", vocab_size=301)
+    assert packing_fault(small) == ""
+    small.vocab_size = 10**7
+    assert "KeyError" in packing_fault(small)
+
+
+def test_rounding_is_measured_in_the_code_of_the_family():
+    """Not in the pack: positions that are wrong by one are no rounding, in a family that rounds coarsely either."""
+    gap = packing_gap(AutoConfig.for_model("hrm_text"))
+    assert 2e-5 < gap.packed <= 4 * gap.rounding < 1e-2 and gap.is_rounding
+    assert not gap._replace(packed=0.1).is_rounding and not Gap(3e-5, 0.0).is_rounding
 
 
 def test_logits_that_the_head_does_not_scale_are_seen():
