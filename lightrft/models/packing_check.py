@@ -101,17 +101,24 @@ def _small(config: PretrainedConfig) -> tuple[PretrainedConfig, PreTrainedModel]
     """Return the narrowest copy of ``config`` that runs, with its model; the last to be tried is the config itself."""
     reason = ""
     for heads in (*HEADS, 0, None):
-        try:
+        small = model = None
+        with CaptureException() as caught:  # of a config that does not fit the family: the next one may
             small = copy.deepcopy(config) if heads is None else cut(config, heads)
-            if (size := _size(small)) > MOST:
-                reason = reason or f"the smallest copy has {size:,} parameters"
-                continue
-            model = _built(small, "eager")
+            model = _built_if_small(small)
             _alone(model)
+        if small is not None and model is not None and caught.cause is None:
             return small, model
-        except Exception as error:  # of a config that does not fit the family: the next one may
-            reason = f"{type(error).__name__}: {first_line(error)}"
+        if not isinstance(caught.cause, Exception):
+            raise caught.cause  # type: ignore[misc]
+        if not reason or not isinstance(caught.cause, NoCopy):
+            reason = f"{type(caught.cause).__name__}: {first_line(caught.cause)}".removeprefix("NoCopy: ")
     raise NoCopy(f"no small copy of its config runs in the code of transformers ({reason})")
+
+
+def _built_if_small(config: PretrainedConfig) -> PreTrainedModel:
+    if (size := _size(config)) > MOST:
+        raise NoCopy(f"the smallest copy has {size:,} parameters")
+    return _built(config, "eager")
 
 
 @contextlib.contextmanager
