@@ -9,6 +9,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.records import Message, missing, Record, text_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.rewards.base import RewardInput, Score
+from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
 from lightrft.utils.errors import UserError
@@ -54,6 +55,7 @@ def try_row(rewards: RewardManager, record: Record, where: str, config: Config,
         raise UserError(
             f"rewards: {asked}, could not be scored: {score.error}, by {_failed(score)} (details in the log "
             "above). Correct the reward or the row")
+    check_accuracy_part(config.eval.accuracy_part, rewards.part_names(), [score.parts])
     parts = ", ".join(f"{name} {'unscored' if value is None else show(value)} x {show(score.weights[name])}"
                       for name, value in score.parts.items() if name in score.weights)  # yapf: disable
     total = f"unscored: {score.error}" if score.total is None else f"{score.total:.6g}"
