@@ -24,7 +24,7 @@ EXTRAS = {
     "liger": ["liger-kernel>=0.8,<0.9"],
     "flash-attn": ["flash-attn>=2.6,<3"],  # built against the torch that is installed; no test here has a GPU for it
     "bitsandbytes": ["bitsandbytes>=0.50,<0.51"],
-    "vl": ["pillow>=12", "torchvision", "qwen-vl-utils>=0.0.14,<0.1"],
+    "vl": ["pillow>=12", "torchvision"],
     "audio": ["soxr>=1.0,<1.2", "soundfile>=0.13,<0.15"],
     "video": ["av>=16,<19"],
     "wandb": ["wandb>=0.19,<1"],

@@ -99,9 +99,8 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
 # distributions whose module has another name, and those that others import for us
 MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn"}
 INDIRECT = {
-    "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "qwen-vl-utils":
-    "programs that prepare vision data", "cuda-python": "flashinfer; an older one has files of cuda-bindings",
-    "tokenizers": "transformers; its release is part of the set"
+    "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "cuda-python":
+    "flashinfer; an older one has files of cuda-bindings", "tokenizers": "transformers; its release is part of the set"
 }
 
 
