@@ -41,8 +41,9 @@ class PolicyLoss(nn.Module):
         norm: the constant of ``seq-mean-token-sum-norm``, in tokens (``loss_agg_norm``, resolved).
     """
 
-    def __init__(self, cfg: AlgorithmConfig, norm: float) -> None:
+    def __init__(self, cfg: AlgorithmConfig | None = None, norm: float = 1.0) -> None:
         super().__init__()
+        cfg = cfg or AlgorithmConfig()
         correction = CORRECTIONS.get(cfg.rollout_correction)
         self.cfg, self.norm = correction.resolve(cfg), float(norm)
         self.policy_loss, self.correction = POLICY_LOSSES.get(cfg.policy_loss).fn, correction.fn

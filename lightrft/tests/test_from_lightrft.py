@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrft.cli.train import main
 from lightrft.config.cli import parse_config
@@ -13,7 +14,11 @@ from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, GRANTED_WIT
 from lightrft.config.schema import Config
 from lightrft.config.tests.test_cli import ORIGINAL
 from lightrft.config.tree import options
+from lightrft.models.loss import PolicyLoss
+from lightrft.rewards.base import RewardInput
+from lightrft.rewards.workers.user_file import scorer_of
 from lightrft.tests.support import tiny
+from lightrft.trainer.advantage_calculator import get_advantage_calculator
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split("## LightRFT")[1].split("\n## ")[0]
@@ -101,3 +106,22 @@ def test_a_flag_is_granted_if_its_value_asks_for_what_holds(words: str, problem:
         assert "is not an option here" in capsys.readouterr().err
     else:
         assert parse_config(words.split()).config == Config()
+
+
+def test_its_reward_contract_is_read() -> None:
+
+    def reward_fn(model_reward_list, labels, queries, refs, label_map):
+        assert model_reward_list == [] and label_map == {} and labels == ["gsm8k_rule"] * len(queries)
+        right = torch.tensor([float(query.endswith(ref)) for query, ref in zip(queries, refs)])
+        return right, {"accuracy_reward": right}
+
+    scorer, batched = scorer_of(reward_fn, "reward_fn")
+    items = [RewardInput("1+1=", answer, reference="2", label="gsm8k_rule") for answer in ("2", "3")]
+    outcomes = [outcome for outcome in scorer(items) if outcome is not None]
+    assert batched and [outcome.value for outcome in outcomes] == [1.0, 0.0]
+    assert outcomes[0].extra == {"accuracy_reward": 1.0}
+
+
+def test_its_parts_are_made_with_defaults() -> None:
+    assert PolicyLoss().cfg.policy_loss == "ppo"
+    assert get_advantage_calculator("group_norm").cfg.advantage_estimator == "group_norm"

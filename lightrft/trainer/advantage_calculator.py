@@ -195,9 +195,12 @@ class AdvantageCalculator:
         self.moments.load_state_dict(state)
 
 
-def get_advantage_calculator(cfg: AlgorithmConfig, reward: RewardConfig, generate_max_len: int) -> AdvantageCalculator:
-    """Return the calculator of the configured estimator; an unknown name is an error that lists the known ones."""
-    return AdvantageCalculator(cfg, reward, generate_max_len)
+def get_advantage_calculator(cfg: AlgorithmConfig | str, reward: RewardConfig | None = None,
+                             generate_max_len: int = 1024) -> AdvantageCalculator:
+    """Return the calculator of the configured estimator, or of its name with the defaults; an unknown name is an error
+    that lists the known ones."""
+    cfg = AlgorithmConfig(advantage_estimator=cfg) if isinstance(cfg, str) else cfg
+    return AdvantageCalculator(cfg, reward or RewardConfig(), generate_max_len)
 
 
 class RunningMoments:

@@ -1,7 +1,9 @@
-"""A user's reward file with one of four signatures, recognised by parameter names. Runs in worker processes.
+"""A user's reward file with one of five signatures, recognised by parameter names. Runs in worker processes.
 
 - ``reward_func(queries, prompts, labels)``: lists in; a list, a tensor or ``{"rewards": ...}`` out.
   A query is prompt + response; a label is the row's reference, or its label where it has none.
+- ``reward_fn(model_reward_list, labels, queries, refs, label_map)``: lists in, ``(rewards, metrics)`` out; the list of
+  models and the map are empty, and a label is the row's label.
 - ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``: one response; a number out,
   or ``{"score": ...}``, whose other numbers become metrics.
 - ``compute_score(data_sources, solution_strs, ground_truths, extra_infos=None)``: the same for lists.
@@ -25,6 +27,7 @@ from lightrft.rewards.workers.event_loop import event_loop, LOOP_FILES, wait_for
 from lightrft.utils.errors import CaptureException, UserError
 
 SIGNATURES = {
+    "model_rewards": ("model_reward_list", "queries"),
     "reward_func": ("queries", ), "compute_score": ("solution_str", "ground_truth"),
     "compute_scores": ("solution_strs", "ground_truths"), "completions": ("completions", )
 }  # yapf: disable
@@ -139,7 +142,15 @@ def _lists_of_compute_score(batch: list[RewardInput]) -> dict[str, Any]:
     }
 
 
-_ARGUMENTS = {"reward_func": _query_arguments, "completions": _completion_arguments,
+def _model_reward_arguments(batch: list[RewardInput]) -> dict[str, Any]:
+    """Return the arguments of LightRFT's contract, where rewards of models are parts of their own."""
+    columns = _query_arguments(batch)
+    return columns | {"model_reward_list": [], "label_map": {}, "refs": columns["references"],
+                      "labels": [item.label for item in batch]}  # yapf: disable
+
+
+_ARGUMENTS = {"model_rewards": _model_reward_arguments,
+              "reward_func": _query_arguments, "completions": _completion_arguments,
               "compute_scores": _lists_of_compute_score}  # yapf: disable
 
 
@@ -238,6 +249,8 @@ def scorer_of_batches(call: Callable[[list[RewardInput]], Any]) -> Scorer:
 def outcomes_of(result: Any, size: int) -> list[Outcome]:
     """Convert a batch result (list, tensor, or dict with ``rewards`` or ``scores`` and ``extra_logs``) to outcomes."""
     extras: dict[str, Any] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):  # (rewards, metrics)
+        result = {"rewards": result[0], "extra_logs": result[1]}
     if isinstance(result, dict):
         if not {"rewards", "scores"} & result.keys():
             return [Outcome(None, "wrong_type", _lacks(result, "'rewards'"))] * size
