@@ -152,11 +152,15 @@ class BatchGenerator:
         writer.drain()
 
     def row(self, sample: Sample) -> Row:
-        """Return the row of a response. With media the prompt is there as messages too, with their columns."""
+        """Return the row of a response. With media the prompt is there as messages too, with the columns of those and
+        what their template was given."""
         prompt = sample.prompt
         found: Row = {"input": prompt.text, "output": sample.text, "prompt_id": prompt.uid, "sample": sample.index,
                       "tokens": sample.response_len, "finish_reason": sample.finish_reason}  # yapf: disable
         if prompt.media:
+            kwargs = {name: value for name, value in prompt.template_kwargs.items() if name != "tools"}
+            given = {"tools": prompt.template_kwargs.get("tools"), "chat_template_kwargs": kwargs}
             found |= {"prompt": prompt.messages or prompt.text, **self.media.of(prompt.media)}
+            found |= {name: value for name, value in given.items() if value}
         facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
         return found | {name: value for name, value in facts.items() if value not in (None, "")}
