@@ -83,3 +83,4 @@ class PairConfig(OfflineConfig):
 
     SEQUENCES = 2
     ROWS = "pairs"
+    SYNONYMS = OfflineConfig.SYNONYMS | {"input_key": "prompt_key"}

@@ -14,6 +14,7 @@ from lightrft.config.files import convert_options, to_yaml
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.options import ConfigError
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tests.test_cli import fails
@@ -118,6 +119,11 @@ def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said
 def test_flags_that_trl_names_otherwise_set_ours() -> None:
     loss = parse_config(["--desirable_weight", "2", "--undesirable_weight=3"], tree=KTOConfig).config.preference
     assert (loss.desirable_loss_weight, loss.undesirable_loss_weight) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("tree", [RMConfig, DPOConfig])
+def test_the_prompt_of_a_pair_has_the_name_of_other_trainers(tree: type) -> None:
+    assert parse_config(["--input_key", "q"], tree=tree).config.data.prompt_key == "q"
 
 
 @pytest.mark.parametrize("words", ["--rpo_alpha 0.5", "--cpo_alpha=0.5"])
