@@ -1,10 +1,10 @@
-"""Folders that hold an adapter beside a model: transformers would load both and train one of them."""
+"""Refuses adapters beside a model: transformers would load both and train one of them."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from transformers import PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from lightrft.utils.errors import UserError
 
@@ -12,7 +12,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def refuse_adapter(path: str, folder: Path) -> None:
-    """Raise UserError if the ``folder`` of the model ``path`` holds an adapter, with the command that merges it."""
+    """Refuse the ``folder`` of the model ``path`` if it holds an adapter.
+
+    Raises:
+        UserError: naming the command that merges the two.
+    """
     if (folder / ADAPTER_CONFIG).is_file():
         whole = (folder / "config.json").is_file()
         raise UserError(
@@ -20,9 +24,13 @@ def refuse_adapter(path: str, folder: Path) -> None:
             f"config.json). Merge the two: {_merging('MODEL', path)}, then give OUT")
 
 
-def refuse_loaded_adapter(path: str, hf: PreTrainedModel) -> None:
-    """Raise UserError if transformers has found an adapter beside the model ``path`` of the hub."""
-    if vars(hf).get("_hf_peft_config_loaded"):
+def refuse_hub_adapter(path: str) -> None:
+    """Refuse the hub id ``path`` of a model if an adapter is beside it, on the hub or in its cache.
+
+    Raises:
+        UserError: naming the command that merges the two.
+    """
+    if find_adapter_config_file(path) is not None:
         raise UserError(_both(path))
 
 

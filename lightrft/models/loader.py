@@ -17,7 +17,7 @@ from lightrft.config.schema import ModelConfig, PolicyModelConfig
 from lightrft.models.activations import ModelShape, recompute
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality, MediaModality
-from lightrft.models.adapter_folder import refuse_adapter, refuse_loaded_adapter
+from lightrft.models.adapter_folder import refuse_adapter, refuse_hub_adapter
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.cpu_linear import use_onednn
 from lightrft.models.cpu_norm import use_cpu_norms
@@ -258,6 +258,8 @@ def read_config(path: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         where = "" if folder else " (no such folder, so it was taken for a hub id)"
         raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
+    if folder is None:
+        refuse_hub_adapter(path)
     if config.model_type == "qwen2_5_omni":  # its talker and its vocoder, which speak, stay out
         config = config.thinker_config
         config.name_or_path = str(folder or path)
@@ -340,7 +342,6 @@ def _from_pretrained(auto_class: Any, path: str, config: PretrainedConfig, dtype
         raise UserError(
             f"the checkpoint {path!r} lacks {len(missing)} tensors of {type(hf).__name__}, first {missing[0]!r}")
     check_class(hf, path)
-    refuse_loaded_adapter(path, hf)
     return _Loaded(hf, set(info["missing_keys"]), set(info["unexpected_keys"]))
 
 

@@ -6,6 +6,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -67,6 +68,20 @@ def test_an_adapter_beside_a_model_is_refused_with_the_command_that_merges_it(bo
     with pytest.raises(UserError,
                        match=f"{folder}.* adapter.*lightrft merge_lora --model_path .* --lora_path .*/{folder}"):
         load(str(both / folder))
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_an_adapter_beside_a_model_of_the_hub_is_refused_before_weights_are_read(both, load, tmp_path, monkeypatch):
+    """In the cache, whose weights here are no file of weights."""
+    snapshot = tmp_path / "models--org--both" / "snapshots" / ("a" * 40)
+    shutil.copytree(both / "both", snapshot)
+    (snapshot / "model.safetensors").write_text("never read")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("a" * 40)
+    for name, value in (("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    with pytest.raises(UserError, match="^'org/both' holds a model and an adapter.*lightrft merge_lora"):
+        load("org/both")
 
 
 def test_that_command_merges_it_once(both, tmp_path):
