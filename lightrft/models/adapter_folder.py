@@ -11,13 +11,13 @@ from lightrft.utils.errors import UserError
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def refuse_adapter(path: str, folder: Path) -> None:
-    """Refuse the ``folder`` of the model ``path`` if it holds an adapter.
+def refuse_adapter(path: str, folder: Path | None) -> None:
+    """Refuse the ``folder`` of the model ``path`` if it holds an adapter; None (a hub id) is not looked at.
 
     Raises:
         UserError: naming the command that merges the two.
     """
-    if (folder / ADAPTER_CONFIG).is_file():
+    if folder is not None and (folder / ADAPTER_CONFIG).is_file():
         whole = (folder / "config.json").is_file()
         raise UserError(
             _both(path) if whole else f"{path!r} is an adapter without its model ({ADAPTER_CONFIG}, and no "

@@ -247,8 +247,7 @@ def _chosen(path: str | None, flag: str) -> str:
 def read_config(path: str) -> PretrainedConfig:
     """Read the config.json of the model at ``path``, without dropout; of Qwen2.5-Omni that of its thinker."""
     folder = model_folder(path)
-    if folder is not None:
-        refuse_adapter(path, folder)
+    refuse_adapter(path, folder)
     if folder is not None and not (folder / "config.json").is_file():
         run = (folder / "hf" / "config.json").is_file()
         raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder. " + (
