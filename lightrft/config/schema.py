@@ -132,9 +132,9 @@ class AlgorithmConfig:
     correction_veto: float = option(
         0.0, "drop a response from the loss if the weight of one of its tokens is below this; 0 is off", within="[0, "
         "1)")
-    loss_agg_mode: str = option("token-mean",
-                                "aggregation of token losses; denominators are global over the mini-batch",
-                                ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
+    loss_agg_mode: str = option(
+        "token-mean", "aggregation of token losses; denominators are global over the mini-batch",
+        ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"))
     loss_agg_norm: int = option(
         0, "constant that divides the loss of a sequence with seq-mean-token-sum-norm (Dr.GRPO); 0: --generate_max_len",
         within=NON_NEGATIVE, needs="loss_agg_mode seq-mean-token-sum-norm")

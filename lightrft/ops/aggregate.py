@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import segment_mean, segment_sum
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denomin
     With ``l_b = loss_b[mask_b]``, N the kept tokens and S the sequences that keep any, of the whole mini-batch:
     token-mean ``sum(l) / N``; seq-mean-token-mean ``sum_b(l_b.mean()) / S``; seq-mean-token-sum
     ``sum_b(l_b.sum()) / S``; seq-mean-token-sum-norm ``sum_b(l_b.sum() / norm) / S``, the constant of Dr.GRPO
-    (arXiv:2503.20783).
+    (arXiv:2503.20783); token-sum ``sum(l)``, whose gradient grows with the batch.
 
     Args:
         loss: [T]; what the mask leaves out may be NaN or inf.
@@ -56,6 +56,8 @@ def aggregate(loss: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denomin
     kept, seqs = torch.where(mask, loss, 0), max(denominators.seqs, 1.0)
     if mode == "token-mean":
         return kept.sum() / max(denominators.tokens, 1.0)
+    if mode == "token-sum":
+        return kept.sum()
     if mode == "seq-mean-token-mean":
         return segment_mean(kept, cu_seqlens, mask).sum() / seqs
     if mode == "seq-mean-token-sum":

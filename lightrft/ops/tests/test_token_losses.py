@@ -107,6 +107,7 @@ def naive_aggregate(loss, mask, cu, mode, norm):
         "token-mean": torch.cat(kept).mean(),
         "seq-mean-token-mean": torch.stack([k.mean() for k in kept]).mean(),
         "seq-mean-token-sum": torch.stack([k.sum() for k in kept]).mean(),
+        "token-sum": torch.cat(kept).sum(),
         "seq-mean-token-sum-norm": torch.stack([k.sum() / norm for k in kept]).mean(),
     }[mode]
 

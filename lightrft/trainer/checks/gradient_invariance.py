@@ -37,6 +37,7 @@ FORMULAS = {
     "seq-mean-token-mean": "sum over sequences of their token mean / {seqs:.0f} seqs",
     "seq-mean-token-sum": "sum over kept tokens / {seqs:.0f} seqs",
     "seq-mean-token-sum-norm": "sum over kept tokens / (norm {norm:.0f} * {seqs:.0f} seqs)",
+    "token-sum": "sum over kept tokens",
 }
 WITHOUT_SEQS = "sum over kept tokens / norm {norm:.0f}"  # seq-mean-token-sum-norm with --no_loss_agg_norm_seqs
 LossOf = Callable[[Experience], Tensor]

@@ -61,7 +61,7 @@ def test_denominators_count_the_whole_mini_batch(home, tmp_path, mode):
     sums = [-e.advantages[e.loss_mask].sum() for e in kept]
     means = [-e.advantages[e.loss_mask].mean() for e in kept]
     tokens = exp.loss_mask.sum()
-    expected = dict(zip(MODES, (sum(sums) / tokens, sum(means) / 6, sum(sums) / 6, sum(sums) / 7 / 6)))[mode]
+    expected = dict(zip(MODES, (sum(sums) / tokens, sum(means) / 6, sum(sums) / 6, sum(sums) / 7 / 6, sum(sums))))[mode]
     assert update(trainer, rollout)["policy/loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
