@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightrft.config.foreign_values import ALGORITHMS, SYNONYMS
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import AlgorithmConfig
 from lightrft.config.tree import extend, extended
@@ -103,9 +104,9 @@ class Correction(Algorithm):
                        correction_high=self.high if high is None else high)
 
 
-ADVANTAGES: Registry[Advantage] = Registry("advantage estimator")
-POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss")
-CORRECTIONS: Registry[Correction] = Registry("rollout correction")
+ADVANTAGES: Registry[Advantage] = Registry("advantage estimator", ALGORITHMS, SYNONYMS["advantage_estimator"])
+POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss", ALGORITHMS, SYNONYMS["policy_loss"])
+CORRECTIONS: Registry[Correction] = Registry("rollout correction", ALGORITHMS, SYNONYMS["rollout_correction"])
 REGISTRIES: dict[str, Registry[Any]] = {  # by the option that names one of the entries
     "advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS
 }

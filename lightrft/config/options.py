@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
-from lightrft.utils.errors import did_you_mean, UserError
+from lightrft.config.foreign_values import nearest_value, synonym
+from lightrft.utils.errors import UserError
+from lightrft.utils.logging import get_logger
 
 TEXTS = ("help", "within", "why", "needs", "hint", "card", "path", "required", "bare"
          )  # fields of an option that are text
@@ -146,9 +148,13 @@ class Option:
         parsed = PARSERS[self.kind](value)
         if parsed is None:
             raise ConfigError(self._complaint(EXPECTED[self.kind], value))
+        if self.kind is str and (meant := synonym(self.name, parsed)) != parsed:
+            get_logger().info("%s %s means %s here", self.flag, parsed, meant)
+            parsed = meant
         if self.choices and parsed not in self.choices:
             raise ConfigError(
-                self._complaint(f"one of {', '.join(self.choices)}", value) + did_you_mean(value, self.choices))
+                self._complaint(f"one of {', '.join(self.choices)}", value) +
+                nearest_value(self.name, parsed, self.choices))
         return parsed
 
     def range_problems(self, value: Any) -> Iterator[str]:

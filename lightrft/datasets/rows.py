@@ -192,11 +192,19 @@ def _read_folder(folder: Path, split: str) -> Rows:
     return _read_files(files_of_split(folder, split))
 
 
+def _unknown_kind(file: Path) -> str:
+    text = f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(READERS))}"
+    if file.suffix.lower() not in _PICKLES:
+        return text
+    return (f"{text}. Reading a pickle runs code that is in it. If you trust its author, convert it: python -c 'import "
+            f"pandas as pd; pd.DataFrame(pd.read_pickle(\"{file}\")).to_parquet(\"{file.with_suffix('.parquet')}\")'")
+
+
 def _read_files(files: list[Path]) -> Rows:
     parts = []
     for file in files:
         if file.suffix.lower() not in READERS:
-            raise DataError(f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(READERS))}")
+            raise DataError(_unknown_kind(file))
         if file.stat().st_size == 0:
             raise DataError(f"{file}: the file is empty. Write the data again")
         parts.append(READERS[file.suffix.lower()](file))

@@ -3,13 +3,13 @@ from collections.abc import Iterator
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
+from lightrft.config.foreign_values import nearest_value
 from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.schema import Config
 from lightrft.preflight.cost import known_kinds
 from lightrft.preflight.shared_rules import if_set, unread
 from lightrft.rewards.spec import parse_models
-from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import Registry
 
 
@@ -135,7 +135,7 @@ def _choice(c: Config, flag: str, registry: Registry) -> Iterator[str]:
     """Yield the problem of an unknown algorithm, or options that others of its kind read and it does not."""
     chosen, entries = vars(c.algorithm)[flag], {name: registry.get(name) for name in registry}
     if chosen not in entries:
-        yield f"--{flag} {chosen}: unknown{did_you_mean(chosen, entries)}; known: {', '.join(sorted(entries))}"
+        yield f"--{flag} {chosen}: unknown{nearest_value(flag, chosen, entries)}; known: {', '.join(sorted(entries))}"
         return
     readers: dict[str, list[str]] = {}
     for algorithm, entry in sorted(entries.items()):

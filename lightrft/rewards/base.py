@@ -2,6 +2,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from lightrft.config.foreign_values import MANAGERS
 from lightrft.utils.registry import Registry
 
 # causes of unscored responses that lie in a server or a worker, not in the response: a later try may have a score
@@ -80,4 +81,5 @@ class Reward(Protocol):
         """Return scores in the order of ``batch``."""
 
 
-REWARDS: Registry[Reward] = Registry("reward", {"accuracy": "math", "accuracy_reward": "math"})  # TRL, ms-swift
+REWARDS: Registry[Reward] = Registry(
+    "reward", {"accuracy": "math", "accuracy_reward": "math"} | MANAGERS)  # TRL, ms-swift; verl, Skywork-OR1

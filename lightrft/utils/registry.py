@@ -1,5 +1,5 @@
 """Names of components: registries that third parties can add to, and exports of a package that load at first use."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -20,9 +20,15 @@ class Registry(Generic[T]):
         def rloo(exp, cfg): ...
     """
 
-    def __init__(self, kind: str, elsewhere: dict[str, str] | None = None) -> None:
-        """Begin without entries; ``elsewhere``: names of other trainers, and the entry that does the same."""
-        self.kind, self.elsewhere = kind, elsewhere or {}
+    def __init__(self, kind: str, elsewhere: Mapping[str, str] | None = None,
+                 synonyms: Mapping[str, str] | None = None) -> None:
+        """Begin without entries.
+
+        Args:
+            elsewhere: names of other trainers, and what does the same here.
+            synonyms: those that are read as an entry; no entry may have such a name.
+        """
+        self.kind, self.elsewhere, self.synonyms = kind, elsewhere or {}, synonyms or {}
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -30,6 +36,8 @@ class Registry(Generic[T]):
 
         def add(entry: T) -> T:
             for name in names:
+                if name in self.synonyms:
+                    raise ValueError(f"{self.kind} {name!r} means {self.synonyms[name]!r}; register another name")
                 if self._entries.setdefault(name, entry) is not entry:
                     raise ValueError(f"{self.kind} {name!r} is registered twice")
             return entry
@@ -38,9 +46,10 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the entry ``name``, or raise a :class:`UserError` that lists the known names."""
+        name = self.synonyms.get(name, name)
         if name not in self._entries:
             known = get_close_matches(name, [*self.elsewhere, *self._entries], n=1)
-            theirs = self.elsewhere.get(known[0]) if known else None
+            theirs = self.elsewhere.get(known[0]) if known and known[0] not in self._entries else None
             near = f" (here: {theirs})" if theirs else did_you_mean(name, self._entries)
             raise UserError(f"unknown {self.kind} {name!r}{near}; known: {', '.join(sorted(self._entries))}")
         return self._entries[name]
