@@ -18,6 +18,7 @@ from lightrft.config.run_folders import with_models_of_runs
 from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import RESERVED, build, options
+from lightrft.config.verl_words import refusal_of_verl
 from lightrft.utils.errors import did_you_mean, ExpectedError, leave_error, UserError
 from lightrft.utils.launcher import adopt_launcher
 from lightrft.utils.logging import silent
@@ -103,7 +104,8 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
 
 def _of_verl(word: str, known: list[str]) -> str | None:
     """Explain a word such as actor_rollout_ref.rollout.n=8, which is an option of verl; None for another."""
-    return refusal(word.lstrip("+").partition("=")[0], known)
+    name, _, value = word.lstrip("+").partition("=")
+    return refusal_of_verl(name, value, known)
 
 
 def _unknown_words(words: list[str], known: list[str]) -> list[str]:

@@ -5,10 +5,12 @@ from typing import Any
 import yaml
 
 from lightrft.config.compat import ALIASES, grant, nearest, refusal
+from lightrft.config.counterparts import ELSEWHERE
 from lightrft.config.options import ConfigError
 from lightrft.config.plugins import listed
 from lightrft.config.shared_schema import grants
 from lightrft.config.tree import group_options, groups, options
+from lightrft.config.verl_words import leaves, refusal_of_verl, ROOTS
 from lightrft.utils.errors import did_you_mean
 
 _OUTSIDE = {
@@ -75,11 +77,27 @@ class _Reader:
         for key, value in loaded.items():
             if key in groups(self.tree) and isinstance(value, dict):
                 for name, item in value.items():
-                    self.entry(name, item, key)
+                    if not (self._is_of_verl(key, name, item) and self._of_verl(f"{key}.{name}", item)):
+                        self.entry(name, item, key)
+            elif key in ROOTS and isinstance(value, dict) and self._of_verl(key, value):
+                continue
             elif key in groups(self.tree) and key not in self.known:
                 self.problems.append(f"{key} is a group of options: expected a mapping, got {value!r}")
             else:
                 self.entry(key, value)
+
+    def _is_of_verl(self, group: str, name: Any, value: Any) -> bool:
+        """Return True for a key below ``group`` that verl has there, and this program has not."""
+        if f"{group}.{name}" in ELSEWHERE:
+            return name not in group_options(groups(self.tree)[group], group)
+        return name not in self.known and bool(isinstance(value, dict) or refusal(f"{group}.{name}", self.known))
+
+    def _of_verl(self, name: str, value: Any) -> bool:
+        """Add the problems of a name of verl, or of a tree of them; return False if there is none."""
+        words = leaves(value, name) if isinstance(value, dict) and value else [(name, value)]
+        found = [text for word, item in words if (text := refusal_of_verl(word, item, self.known))]
+        self.problems += found
+        return bool(found)
 
     def entry(self, key: Any, value: Any, group: str = "") -> None:
         """Read one option."""

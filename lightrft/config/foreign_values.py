@@ -27,48 +27,88 @@ _OWN_COMMAND = "the command lightrft"
 _ABSENT = "not part of this release; docs/algorithms.md lists what is, docs/contributing.md shows how to add a loss"
 _ALGORITHMS: dict[str, str] = {
     # a remedy -> names of the algorithms of the field that it is for
-    "--recipe dapo": "dapo",
-    "--recipe grpo": "grpo",
-    "--recipe dr_grpo": "dr_grpo drgrpo",
-    "--recipe gspo": "gspo",
-    "--recipe gmpo": "gmpo geo_mean",
-    "--recipe cispo": "cispo",
-    "--recipe cpgd": "cpgd",
-    "--recipe reinforce++": "reinforce++ reinforce_plus_plus reinforcepp",
-    "--recipe reinforce_baseline": "reinforce_baseline reinforce++_baseline reinforce++-baseline "
+    "--recipe dapo":
+    "dapo",
+    "--recipe grpo":
+    "grpo",
+    "--recipe dr_grpo":
+    "dr_grpo drgrpo",
+    "--recipe gspo":
+    "gspo",
+    "--recipe gmpo":
+    "gmpo geo_mean",
+    "--recipe cispo":
+    "cispo",
+    "--recipe cpgd":
+    "cpgd",
+    "--recipe reinforce++":
+    "reinforce++ reinforce_plus_plus reinforcepp",
+    "--recipe reinforce_baseline":
+    "reinforce_baseline reinforce++_baseline reinforce++-baseline "
     "reinforce_plus_plus_baseline",
-    "--recipe rloo": "rloo",
-    "--recipe remax": "remax",
-    "--recipe opo": "opo",
-    "--recipe magic": "magic",
-    "--recipe ppo, which trains a critic": "ppo",
-    "--policy_loss sapo": "sapo",
-    "--policy_loss clip_cov": "clip_cov",
-    "--policy_loss kl_cov": "kl_cov",
-    "--policy_loss dppo_tv or dppo_kl": "dppo",
-    "--policy_loss ppo": "vanilla",
-    "--advantage_estimator gdpo": "gdpo",
-    "--advantage_estimator maxrl": "maxrl",
-    "--advantage_estimator grpo_passk": "grpo_passk pass_at_k pkpo",
-    "--advantage_estimator gpg with --policy_loss reinforce": "gpg",
-    "--advantage_estimator gae": "gae",
-    "--advantage_estimator reinforce": "reinforce",
-    "--rollout_correction tis": "tis",
-    "--rollout_correction mis": "mis",
-    "--rollout_correction icepop": "icepop",
-    "--loss_agg_mode token-mean": "bnpo",
-    f"{_OWN_COMMAND} dpo": "dpo",
-    f"{_OWN_COMMAND} dpo --loss orpo": "orpo",
-    f"{_OWN_COMMAND} dpo --loss simpo": "simpo",
-    f"{_OWN_COMMAND} dpo --loss ipo_mean": "ipo",
-    f"{_OWN_COMMAND} dpo --loss sppo": "sppo",
-    f"{_OWN_COMMAND} kto": "kto bco",
-    f"{_OWN_COMMAND} kd": "gkd minillm",
-    f"{_OWN_COMMAND} sft": "sft dft",
-    "examples of rejection sampling, docs/generate.md (--post_processor rs)": "raft rft star",
+    "--recipe rloo":
+    "rloo",
+    "--recipe remax":
+    "remax",
+    "--recipe opo":
+    "opo",
+    "--recipe magic":
+    "magic",
+    "--recipe ppo, which trains a critic":
+    "ppo",
+    "--policy_loss sapo":
+    "sapo",
+    "--policy_loss clip_cov":
+    "clip_cov",
+    "--policy_loss kl_cov":
+    "kl_cov",
+    "--policy_loss dppo_tv or dppo_kl":
+    "dppo",
+    "--policy_loss ppo":
+    "vanilla",
+    "--advantage_estimator gdpo":
+    "gdpo",
+    "--advantage_estimator maxrl":
+    "maxrl",
+    "--advantage_estimator grpo_passk":
+    "grpo_passk pass_at_k pkpo",
+    "--advantage_estimator gpg with --policy_loss reinforce":
+    "gpg",
+    "--advantage_estimator gae":
+    "gae",
+    "--advantage_estimator reinforce":
+    "reinforce",
+    "--rollout_correction tis":
+    "tis",
+    "--rollout_correction mis":
+    "mis",
+    "--rollout_correction icepop":
+    "icepop",
+    "--loss_agg_mode token-mean":
+    "bnpo",
+    f"{_OWN_COMMAND} dpo":
+    "dpo",
+    f"{_OWN_COMMAND} dpo --loss orpo":
+    "orpo",
+    f"{_OWN_COMMAND} dpo --loss simpo":
+    "simpo",
+    f"{_OWN_COMMAND} dpo --loss ipo_mean":
+    "ipo",
+    f"{_OWN_COMMAND} dpo --loss sppo":
+    "sppo",
+    f"{_OWN_COMMAND} kto":
+    "kto bco",
+    f"{_OWN_COMMAND} kd":
+    "gkd minillm",
+    f"{_OWN_COMMAND} sft":
+    "sft dft",
+    "examples of rejection sampling, docs/generate.md (--post_processor rs)":
+    "raft rft star",
     "PRIME trains a reward model of its own beside the policy, and is not part of this release; a process reward "
-    "model that is trained already scores steps: --reward_pretrain (docs/coming_from.md)": "prime",
-    _ABSENT: "vapo vc_ppo reinforce_rej lite_ppo gfpo gtpo luspo vespo dro optimal_token_baseline otb "
+    "model that is trained already scores steps: --reward_pretrain (docs/coming_from.md)":
+    "prime",
+    _ABSENT:
+    "vapo vc_ppo reinforce_rej lite_ppo gfpo gtpo luspo vespo dro optimal_token_baseline otb "
     "tir_optimal_token_baseline spo treepo arpo gigpo rpo srpo papo step_grpo s_grpo gvpo opmd topr a2po aspo gppo "
     "bapo dcpo soft_grpo seed_grpo cppo vineppo trpo a2c online_dpo nash_md xpo spin geometric_mean f_grpo pf_ppo",
 }
@@ -102,7 +142,8 @@ _REFUSED: dict[str, dict[str, str]] = {
     } | {f"zero{stage}": f"--strategy deepspeed with --zero_stage {stage}" for stage in (1, 2, 3)},
     "engine_type": {"trtllm": "--engine_type vllm or sglang"},
     "kl_estimator": {"abs": "it has no counterpart; --kl_estimator k1, or k3, which is never negative"},
-    "overlong_prompt": dict.fromkeys(("left", "right", "middle"), "prompts are never cut: filter drops and counts them"),
+    "overlong_prompt": dict.fromkeys(
+        ("left", "right", "middle"), "prompts are never cut; filter drops and counts them"),
 }  # yapf: disable
 _NAMES = ("advantage_estimator", "policy_loss", "rollout_correction", "recipe", "loss_agg_mode", "loss")
 

@@ -192,6 +192,9 @@ def _read_folder(folder: Path, split: str) -> Rows:
     return _read_files(files_of_split(folder, split))
 
 
+_PICKLES = (".pkl", ".pickle")
+
+
 def _unknown_kind(file: Path) -> str:
     text = f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(READERS))}"
     if file.suffix.lower() not in _PICKLES:

@@ -81,5 +81,5 @@ class Reward(Protocol):
         """Return scores in the order of ``batch``."""
 
 
-REWARDS: Registry[Reward] = Registry(
-    "reward", {"accuracy": "math", "accuracy_reward": "math"} | MANAGERS)  # TRL, ms-swift; verl, Skywork-OR1
+REWARDS: Registry[Reward] = Registry("reward", {"accuracy": "math", "accuracy_reward": "math"}
+                                     | MANAGERS)  # TRL, ms-swift; verl, Skywork-OR1

@@ -1,0 +1,171 @@
+"""Words of verl and Skywork-OR1: values are read as theirs, and no name of an algorithm is answered with another."""
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from lightrft.config.cli import parse_config
+from lightrft.config.foreign_values import ALGORITHMS, MANAGERS, nearest_value, SYNONYMS
+from lightrft.config.presets import RECIPES
+from lightrft.config.schema import Config
+from lightrft.config.tree import options
+from lightrft.config.verl_words import refusal_of_verl
+from lightrft.datasets.rows import DataError, load_rows
+from lightrft.ops.preference import PAIR_LOSSES
+from lightrft.rewards.base import REWARDS
+from lightrft.utils.errors import UserError
+
+ENTRIES = {
+    "advantage_estimator": [*ADVANTAGES], "policy_loss": [*POLICY_LOSSES], "rollout_correction": [*CORRECTIONS],
+    **{name: [*option.choices] for name, option in options(Config).items() if option.choices}
+}
+# the names in which verl 0.9.1 registers its estimators and losses, and Skywork-OR1 its reward manager
+VERL = {"advantage_estimator": "gae grpo grpo_vectorized gdpo grpo_passk reinforce_plus_plus_baseline rloo opo "
+        "reinforce_plus_plus remax gpg rloo_vectorized optimal_token_baseline tir_optimal_token_baseline",
+        "policy_loss": "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean dro cispo",
+        "loss_agg_mode": "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm",
+        "kl_estimator": "kl k1 mse k2 low_var_kl k3 low_var_kl+", "reward": "naive dapo prime batch yr"}  # yapf: disable
+
+
+@pytest.mark.parametrize("option,word,value",
+                         [(name, *pair) for name, words in SYNONYMS.items() for pair in words.items()])
+def test_a_word_of_another_trainer_is_read_as_the_value_here(option, word, value):
+    assert value in ENTRIES[option] and word not in ENTRIES[option]
+    assert vars(parse_one(option, word))[option] == value
+
+
+def parse_one(option, word):
+    """Parse ``word`` for ``option``; return its group of the tree, or the recipe that it chose."""
+    needed = ["--init_kl_coef", "0.1"] if option == "kl_estimator" else []
+    if option == "recipe":
+        return RecipeOnly(parse_config(["--recipe", word]).provenance["policy_loss"].removeprefix("recipe "))
+    return vars(parse_config([f"--{option}", word, *needed]).config)[options(Config)[option].group]
+
+
+@dataclass
+class RecipeOnly:
+    """Name of the recipe that has set the options."""
+    recipe: str
+
+
+@pytest.mark.parametrize("option,names", VERL.items())
+def test_the_names_that_verl_registers_are_read_or_explained(option, names):
+    for name in names.split():
+        known = [*REWARDS] if option == "reward" else [*ENTRIES[option], *SYNONYMS.get(option, ())]
+        assert name in known or re.fullmatch(r" \((?!did you mean).+\)", nearest_value(option, name, known)), name
+
+
+@pytest.mark.parametrize("option", ["advantage_estimator", "policy_loss", "recipe", "loss_agg_mode", "loss"])
+def test_no_algorithm_is_answered_with_another(option):
+    known = [*PAIR_LOSSES] if option == "loss" else ENTRIES[option]
+    for name, remedy in ALGORITHMS.items():
+        said = nearest_value(option, name, known)
+        assert name in known or (remedy in said and "did you mean" not in said), (name, said)
+
+
+@pytest.mark.parametrize("option,typed,meant", [("advantage_estimator", "group_nrm", "group_norm"),
+                                                ("policy_loss", "kl_cv", "kl_cov"), ("recipe", "dr_grp", "dr_grpo")])
+def test_a_typing_error_gets_its_nearest_name(option, typed, meant):
+    assert f"did you mean {meant}?" in nearest_value(option, typed, ENTRIES[option])
+
+
+def test_a_typing_error_of_a_foreign_name_gets_what_that_means():
+    assert nearest_value("policy_loss", "vesspo",
+                         ENTRIES["policy_loss"]).startswith(" (vespo: not part of this release")
+
+
+def test_the_remedies_are_options_and_values_here():
+    for text in {*ALGORITHMS.values(), *MANAGERS.values()}:
+        for flag, value in re.findall(r"--(\w+)(?: ([\w+-]+))?", text):
+            assert flag in options(Config) or flag in ("loss", "post_processor"), flag
+            assert flag != "recipe" or value in RECIPES, value
+            assert flag not in ENTRIES or value in ENTRIES[flag], (flag, value)
+
+
+def test_registries_read_and_explain_them_too():
+    assert POLICY_LOSSES.get("vanilla") is POLICY_LOSSES.get("ppo")
+    with pytest.raises(UserError, match=r"unknown advantage estimator 'dapo' \(here: --recipe dapo\)"):
+        ADVANTAGES.get("dapo")
+    with pytest.raises(UserError, match="unknown reward 'yr' .here: --reward math, in worker processes"):
+        REWARDS.get("yr")
+    with pytest.raises(ValueError, match="policy loss 'vanilla' means 'ppo'; register another name"):
+        POLICY_LOSSES.register("vanilla")(POLICY_LOSSES.get("kl_cov"))
+
+
+TREE = """
+data: {train_batch_size: 256, max_prompt_length: 512, prompt_max_len: 7}
+algorithm: {adv_estimator: reinforce_plus_plus, kl_ctrl: {kl_coef: 0.001}, gamma: 0.9, gama: 3}
+actor_rollout_ref:
+  actor: {policy_loss: {loss_mode: geo_mean}, strategy: fsdp2, adaptive_entropy: {enabled: true, target_entropy: 0.2}}
+  rollout: {n_val: 4, val_temperature: 0.6}
+trainer: {stats_path: x, rejection_sample: true, weird: 2}
+reward_model: {reward_manager: yr}
+"""
+SAID = """
+data.train_batch_size is an option of another trainer; here: --rollout_batch_size 256
+data.max_prompt_length is an option of another trainer; here: --prompt_max_len 512
+data.prompt_max_len: prompt_max_len belongs to the group rollout
+algorithm.adv_estimator is an option of another trainer; here: --advantage_estimator reinforce++
+algorithm.kl_ctrl.kl_coef is an option of another trainer; here: --init_kl_coef
+unknown key algorithm.gama (did you mean gamma?)
+actor_rollout_ref.actor.policy_loss.loss_mode is an option of another trainer; here: --policy_loss gmpo
+actor_rollout_ref.actor.strategy is an option of another trainer; here: --strategy fsdp
+actor_rollout_ref.actor.adaptive_entropy.enabled is an option of another trainer; here: --entropy_target, which
+actor_rollout_ref.actor.adaptive_entropy.target_entropy is an option of another trainer; here: --entropy_target 0.2
+actor_rollout_ref.rollout.n_val is an option of another trainer; here: --eval_n_samples 4
+actor_rollout_ref.rollout.val_temperature is an option of another trainer; here: --eval_temperature 0.6
+trainer.stats_path is an option of another trainer; here: --save_trajectories
+trainer.rejection_sample is an option of another trainer; here: --dynamic_sampling
+trainer.weird is an option of verl without a counterpart here; drop it
+reward_model.reward_manager is an option of another trainer; here: --reward math
+"""
+
+
+def test_a_tree_of_verl_is_answered_as_its_dotted_words(tmp_path, capsys):
+    (tmp_path / "verl.yaml").write_text(TREE, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        parse_config(["--config", str(tmp_path / "verl.yaml")])
+    said = capsys.readouterr().err
+    lines = [line.partition("verl.yaml: ")[2] for line in said.splitlines() if "verl.yaml: " in line]
+    assert [line[:len(want)] for line, want in zip(lines, SAID.split("\n")[1:])] == SAID.strip().split("\n"), said
+    dotted = refusal_of_verl("actor_rollout_ref.rollout.n_val", "4", options(Config))
+    assert dotted in lines and len(lines) == 16
+
+
+@pytest.mark.parametrize("name", ["ray_kwargs.ray_init.num_cpus", "actor_rollout_ref.actor.megatron.dtype",
+                                  "reward_model.enable_resource_pool"])  # yapf: disable
+def test_what_is_not_here_is_refused_by_name(name):
+    said = refusal_of_verl(name, "true", options(Config))
+    assert said.startswith(f"{name} is") and re.search("Ray|torchrun|layers|share the GPUs", said), said
+
+
+@pytest.mark.parametrize("word", ["megatron", "ray", "ddp", "pipeline", "zero3"])
+def test_other_strategies_are_refused_by_name(word, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--strategy", word])
+    assert re.search(rf"got '{word}' \(.*--strategy (fsdp|deepspeed)", capsys.readouterr().err)
+
+
+def test_a_pickle_is_refused_with_the_line_that_converts_it(tmp_path, python_line):
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame([{"prompt": "1+1?", "answer": "2"}]).to_pickle(tmp_path / "rows.pkl")
+    with pytest.raises(DataError, match="unknown kind of file '.pkl'; .*runs code that is in it") as caught:
+        load_rows(str(tmp_path / "rows.pkl"))
+    python_line(str(caught.value).partition("convert it: ")[2])
+    assert [row["answer"] for row in load_rows(str(tmp_path / "rows.parquet"))] == ["2"]
+
+
+@pytest.fixture(name="python_line")
+def fixture_python_line():
+    """Run a shell line that begins with ``python -c``."""
+
+    def run(line):
+        program, *words = shlex.split(line)
+        assert program == "python"
+        subprocess.run([sys.executable, *words], check=True, timeout=60)
+
+    return run

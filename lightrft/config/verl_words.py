@@ -1,0 +1,73 @@
+"""Options of verl and of Skywork-OR1, given as dotted words (``actor_rollout_ref.rollout.n=8``) or as trees of YAML."""
+import re
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from lightrft.config.compat import refusal
+from lightrft.config.foreign_values import MANAGERS, synonym
+
+# beginnings of verl's names that no option of ours shares; below data, algorithm and critic both have some
+ROOTS = ("actor_rollout_ref", "actor", "rollout", "ref", "reward_model", "reward", "trainer", "critic", "data",
+         "algorithm", "custom_reward_function", "distillation", "sandbox_fusion", "global_profiler", "transfer_queue",
+         "ray_kwargs", "ray_init", "skip", "model_engine")
+_RAY = ("ray_kwargs", "ray_init")
+# parts of a name that decide alone -> what is here in its place
+_PARTS = {
+    "adaptive_entropy.enabled": "--entropy_target, which turns it on",
+    "adaptive_entropy.target_entropy": "--entropy_target",
+    "adaptive_entropy.max_ent_coef": "--entropy_coef_max",
+    "adaptive_entropy.min_ent_coef": "nothing, the coefficient stays at 0 or above",
+    "adaptive_entropy.delta_ent_coef": "--entropy_step",
+    "adaptive_entropy.start_ent_coef": "--entropy_coef",
+    "rollout.n_val": "--eval_n_samples",
+    "rollout.val_temperature": "--eval_temperature",
+    "rollout.val_top_p": "--eval_top_p",
+    "trainer.rejection_sample": "--dynamic_sampling, which replaces groups of equal rewards",
+    "trainer.rejection_sample_multiplier": "--max_gen_rounds, with --dynamic_sampling",
+    "trainer.stats_path": "--save_trajectories; SAVE_PATH/rollouts/step_N.jsonl has every response and its reward",
+    "trainer.stats_save_freq": "--save_trajectories, which writes every step",
+    "fsdp_config.grad_offload": "nothing, gradients live between a backward pass and its optimizer step",
+    "megatron": "nothing, layers are not divided: --strategy fsdp, or deepspeed with --zero_stage 3",
+    "enable_resource_pool": "nothing, all models share the GPUs of training",
+}
+
+
+def refusal_of_verl(name: str, value: Any, known: Container[str]) -> str | None:
+    """Explain the option ``name`` of verl: the option here, with the value where it is the same in both.
+
+    Args:
+        known: options of the tree.
+
+    Returns:
+        None for a name that is neither verl's nor that of another trainer.
+    """
+    found = _decided(name) or refusal(name, known)
+    if found is None and "." in name and name.split(".")[0] in ROOTS:
+        reason = "; there is no Ray, torchrun starts the processes" * (name.split(".")[0] in _RAY)
+        return f"{name} is an option of verl without a counterpart here{reason}; drop it"
+    return found and _with_value(found, str(value))
+
+
+def _decided(name: str) -> str | None:
+    remedy = next((text for part, text in _PARTS.items() if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name)), None)
+    return remedy and f"{name} is an option of another trainer; here: {remedy}"
+
+
+def _with_value(text: str, value: str) -> str:
+    """Add the value, in the words here, to an explanation that ends with one flag."""
+    flag = re.search(r"here: --(\w+)$", text)
+    value = value.strip("[]'\"")
+    if not flag or not re.fullmatch(r"[\w.+,/:~-]+", value) or value.lower() in ("none", "null"):
+        return text
+    if flag[1] == "reward":
+        return text.removesuffix("--reward") + MANAGERS.get(value, "--reward")
+    return f"{text} {value.lower() if value in ('True', 'False') else synonym(flag[1], value)}"
+
+
+def leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each option below ``prefix``."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}.{key}")
+        else:
+            yield f"{prefix}.{key}", value
