@@ -28,7 +28,8 @@ VERL = {"advantage_estimator": "gae grpo grpo_vectorized gdpo grpo_passk reinfor
         "reinforce_plus_plus remax gpg rloo_vectorized optimal_token_baseline tir_optimal_token_baseline",
         "policy_loss": "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean dro cispo",
         "loss_agg_mode": "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm",
-        "kl_estimator": "kl k1 mse k2 low_var_kl k3 low_var_kl+", "reward": "naive dapo prime batch yr"}  # yapf: disable
+        "kl_estimator": "kl k1 mse k2 low_var_kl k3 low_var_kl+",
+        "reward": "naive dapo prime batch yr"}  # yapf: disable
 
 
 @pytest.mark.parametrize("option,word,value",
@@ -156,7 +157,7 @@ def test_a_pickle_is_refused_with_the_line_that_converts_it(tmp_path, python_lin
     with pytest.raises(DataError, match="unknown kind of file '.pkl'; .*runs code that is in it") as caught:
         load_rows(str(tmp_path / "rows.pkl"))
     python_line(str(caught.value).partition("convert it: ")[2])
-    assert [row["answer"] for row in load_rows(str(tmp_path / "rows.parquet"))] == ["2"]
+    assert [row["answer"] for row in load_rows(str(tmp_path / "rows.parquet")).rows] == ["2"]
 
 
 @pytest.fixture(name="python_line")
