@@ -214,9 +214,11 @@ class Renderer:
 
     def mark_before(self, *texts: str) -> str:
         """Return a character with which the start of no text merges; empty where no blank is put before a text."""
-        marks = _MARKS if self._adds_blank else ()
-        return next((mark for mark in marks if all(
-            _behind(*self._tokens([mark, mark + text]), len(mark)) is not None for text in texts)), "")  # yapf: disable
+        for mark in _MARKS if self._adds_blank else ():
+            head, *wholes = self._tokens([mark, *(mark + text for text in texts)])
+            if all(_behind(head, whole, len(mark)) is not None for whole in wholes):
+                return mark
+        return ""
 
     @cached_property
     def _adds_blank(self) -> bool:
