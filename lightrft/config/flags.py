@@ -85,9 +85,8 @@ class _PresetAction(_ListAction):
     """Stores a preset. Giving it twice is an error: two do not add up, the second would replace the first."""
 
     def _again(self, parser: argparse.ArgumentParser, flag: str, before: Any, given: Any) -> None:
-        raise argparse.ArgumentError(
-            self, f"is given twice, {show(before)} and {show(given)}: the second would "
-            "replace the first; give only one")
+        parser.error(f"{flag} is given twice, {show(before)} and {show(given)}: the second would replace the first; "
+                     "give only one")
 
 
 class _ForeignAction(argparse.Action):

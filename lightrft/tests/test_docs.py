@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
-from lightrft.config.compat import ALIASES, GRANTED, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, REFUSED
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.config.tree import extended
@@ -175,8 +175,8 @@ def test_the_reward_files_of_the_docs_score(tmp_path):
         for batch in (rows, chats):
             outcomes = list(scorer(batch))
             assert [outcome.value for outcome in outcomes] == [1.0, 0.0], name
-        extra = {"reward_func": {"length": 9.0}, "compute_score": {"boxed": 1.0},
-                 "compute_scores": {}, "completions": {}}  # yapf: disable
+        extra = {"model_rewards": {"accuracy_reward": 1.0}, "reward_func": {"length": 9.0},
+                 "compute_score": {"boxed": 1.0}, "compute_scores": {}, "completions": {}}  # yapf: disable
         assert outcomes[0].extra == extra[message[-1]]
     assert message == list(SIGNATURES)
 
@@ -242,4 +242,5 @@ def test_the_glossary_has_the_metrics_of_the_code():
 def test_flags_of_the_original_that_are_translated():
     rows = doc("coming_from.md").split("## LightRFT")[1].split("## TRL")[0].splitlines()
     flags = {flag for row in rows if row.startswith("| `") for flag in re.findall(r"`--(\w+)`", row.split("|")[1])}
-    assert ALIASES.keys() <= flags <= {*REFUSED, *GRANTED, *ALIASES}
+    read_otherwise = {"eval_split", "eval_data", "freeze_prefix", "zero_stage"}  # options
+    assert ALIASES.keys() <= flags <= {*REFUSED, *GRANTED, *GRANTED_VALUES, *ALIASES, *read_otherwise}

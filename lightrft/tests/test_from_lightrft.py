@@ -73,7 +73,7 @@ def test_one_message_has_all_refusals(line: list[str], capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     for part in ("11 problems", "--seed: expected an integer", "--sp_size is not an option here",
                  "--load_in_4bit is not", "here: --n_samples_per_prompt", "unknown flag --nonsense",
-                 "--gamma 2: must be in", "--recipe: is given", "--rm_use_engine is not an option here",
+                 "--gamma 2: must be in", "--recipe is given", "--rm_use_engine is not an option here",
                  "--reward_pretrain ./no: no such folder", "--engine_tp_size 2",
                  "--engine_type sglang: the package sglang"):
         assert part in err, f"{part}\n{err}"
