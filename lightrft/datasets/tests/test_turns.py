@@ -1,8 +1,11 @@
 """Calls of tools, their results, marks of turns and padded objects: what of them reaches the tokens and the loss."""
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.preference_schema import JudgedDataConfig
@@ -71,7 +74,10 @@ def test_a_call_is_an_answer_of_a_pair_and_of_a_judged_row():
 @pytest.mark.parametrize("arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'])
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_calls_are_written_in_the_form_that_the_template_takes(template, written, arguments, content):
-    assert learnt(demonstrations([calling(arguments, **content)], template)[0]) == [written]
+    """Transformers leaves out a content of null since 5.23, so a template that asks for one drops the call."""
+    dropped = template == OF_NULLS and Version(transformers.__version__) >= Version("5.23")
+    with pytest.raises(DataError, match=r"leaves out calls of tools \(tool_calls\)") if dropped else nullcontext():
+        assert learnt(demonstrations([calling(arguments, **content)], template)[0]) == [written]
 
 
 @pytest.mark.parametrize("row, told, template", [
