@@ -1,8 +1,8 @@
 """Values of options in the words of other trainers, and names of the field that no value here has."""
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 
 from lightrft.utils.errors import did_you_mean
+from lightrft.utils.registry import foreign_name
 
 # option -> value of another trainer -> the value here that means the same
 SYNONYMS: dict[str, dict[str, str]] = {
@@ -164,10 +164,9 @@ def nearest_value(option: str, value: str, known: Iterable[str]) -> str:
 
     A name of the field is never answered with another one, which would train something else.
     """
-    words, values = remedies(option), list(known)
-    near = get_close_matches(value.lower(), [*words, *values], n=1)
-    if near and near[0] in words and near[0] not in values:
-        return f" ({'' if near[0] == value.lower() else f'{near[0]}: '}{_here(words[near[0]])})"
+    words, values, asked = remedies(option), list(known), value.lower()
+    if theirs := foreign_name(asked, words, values):
+        return f" ({'' if theirs == asked else f'{theirs}: '}{_here(words[theirs])})"
     return did_you_mean(value, values)
 
 

@@ -116,9 +116,10 @@ def with_score(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
         _tied_weights_keys = None
 
         def post_init(self) -> None:
-            head = self.get_output_embeddings()
+            head = super().get_output_embeddings()
             delattr(self, next(name for name, child in self.named_children() if child is head))
-            self.score = nn.Linear(self.config.get_text_config().hidden_size, self.config.num_labels, bias=False)
+            if "score" not in self._modules:  # else a derived class has made one
+                self.score = nn.Linear(self.config.get_text_config().hidden_size, self.config.num_labels, bias=False)
             super().post_init()
 
         def get_output_embeddings(self) -> nn.Module | None:

@@ -12,7 +12,7 @@ import pytest
 
 from lightrft.cli.main import COMMANDS
 from lightrft.cli.offline import OFFLINE
-from lightrft.config.compat import ALIASES, GRANTED, refusal
+from lightrft.config.compat import ALIASES, GRANTED, GRANTED_WITHOUT, refusal
 from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
@@ -232,6 +232,8 @@ def parted(command, flags):
     tree = TREES[command]
     known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
              *tree.SYNONYMS, *tree.GRANTS, *GRANTED}  # yapf: disable
+    given = {name_of(flag) for flag in flags if not flag.endswith(" {}")}
+    known |= {name for name, (option, _) in GRANTED_WITHOUT.items() if option not in given}
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
 
@@ -269,10 +271,6 @@ def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys, request):
                           said.replace(": --", ": "))
         assert code == 2 and {*map(name_of, refused)} == {*told} and "unknown" not in said, said
     moved = [translated(command, flag) for flag in refused if takes_the_same(name_of(flag))]
-    if "--reward_pretrain {}" in kept:
-        code, said = ended([command, *shlex.split(" ".join(kept)), *folder, "--dry_run"], capsys)
-        assert code == 2 and "--reward_pretrain {}: names no model" in said, said
-        kept.remove("--reward_pretrain {}")
     added = ["--engine_type vllm"] * ("--vllm." in text)
     words = [*shlex.split(" ".join([*kept, *moved, *added])), *folder]
     code, said = ended([command, *words, "--dry_run", *["--plan_gpus", "8xH100"] * bool(folder)], capsys)

@@ -1,6 +1,6 @@
 """Names of components: registries that third parties can add to, and exports of a package that load at first use."""
-from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches, SequenceMatcher
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -48,9 +48,8 @@ class Registry(Generic[T]):
         """Return the entry ``name``, or raise a :class:`UserError` that lists the known names."""
         name = self.synonyms.get(name, name)
         if name not in self._entries:
-            known = get_close_matches(name, [*self.elsewhere, *self._entries], n=1)
-            theirs = self.elsewhere.get(known[0]) if known and known[0] not in self._entries else None
-            near = f" (here: {theirs})" if theirs else did_you_mean(name, self._entries)
+            theirs = foreign_name(name, self.elsewhere, self._entries)
+            near = f" (here: {self.elsewhere[theirs]})" if theirs else did_you_mean(name, self._entries)
             raise UserError(f"unknown {self.kind} {name!r}{near}; known: {', '.join(sorted(self._entries))}")
         return self._entries[name]
 
@@ -59,6 +58,18 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+def foreign_name(name: str, elsewhere: Iterable[str], known: Iterable[str]) -> str | None:
+    """Return the name of ``elsewhere`` that ``name`` is, or is more like than any of ``known``; None if there is none.
+    """
+
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, other, name).ratio()
+
+    theirs = get_close_matches(name, set(elsewhere) - set(known), n=1)
+    ours = get_close_matches(name, list(known), n=1)
+    return theirs[0] if theirs and not (ours and likeness(ours[0]) >= likeness(theirs[0])) else None
 
 
 def lazy_exports(package: str, homes: dict[str, str]) -> Callable[[str], Any]:

@@ -50,7 +50,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (Config, "--disable_dropout false", "dropout is off in every model, but for --lora_dropout; drop the flag"),
     (Config, "--gradient_checkpoint", "did you mean --gradient_checkpointing?"),
     (Config, "--vllm_importance_sampling_cap 2", "here: --correction_high"),
-    (Config, "trainer.nothing=8", "options are given as --name value; docs/coming_from.md translates those of verl"),
+    (Config, "trainer.nothing=8", "trainer.nothing is an option of verl without a counterpart here; drop it"),
     (Config, "word", "unexpected value 'word': options are given as --name value\n"),
     (Config, "--data.label_key answer", "data.label_key is an option of another trainer; here: --reference_key"),
     (KTOConfig, "--data.label_key good", "here: --label_key"),

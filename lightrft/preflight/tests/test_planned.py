@@ -35,7 +35,7 @@ def model(folder, layers=2, hidden=64):
     (folder / "config.json").write_text(
         json.dumps({
             "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "num_attention_heads":
-            4, "num_hidden_layers": layers, "num_key_value_heads": 2, "intermediate_size": 4 * hidden, "vocab_size":
+            max(4, hidden // 128), "num_hidden_layers": layers, "num_key_value_heads": max(2, hidden // 256), "intermediate_size": 4 * hidden, "vocab_size":
             1000
         }))
     return str(folder)
