@@ -32,12 +32,10 @@ GPU = Device("H100", GIB, GIB)
 def model(folder, layers=2, hidden=64):
     """A folder with nothing but a config.json."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps({
-            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "num_attention_heads":
-            max(4, hidden // 128), "num_hidden_layers": layers, "num_key_value_heads": max(2, hidden // 256), "intermediate_size": 4 * hidden, "vocab_size":
-            1000
-        }))
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "vocab_size": 1000,
+              "num_attention_heads": max(4, hidden // 128), "num_key_value_heads": max(2, hidden // 256),
+              "num_hidden_layers": layers, "intermediate_size": 4 * hidden}  # yapf: disable
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
