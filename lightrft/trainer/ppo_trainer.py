@@ -186,7 +186,7 @@ class PPOTrainer(BaseTrainer):
         self.maker.calculator.load_state_dict(state["calculator"])
         self.update.load_state_dict(state["update"])
         self.tripwires.load_state_dict(state["tripwires"])
-        if self.evaluator is not None and state["correctness"] is not None:
+        if self.evaluator is not None and state.get("correctness") is not None:  # older checkpoints have none
             self.evaluator.correctness.load_state_dict(state["correctness"])
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
