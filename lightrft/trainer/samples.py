@@ -28,7 +28,7 @@ def sample_seed(*path: int | str) -> int:
 
 def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the token that every stop string is within a text; one that is not exactly one token is an error."""
-    ids = Renderer(DataConfig(), tokenizer).encode_inside(stop)
+    ids = Renderer(DataConfig(), tokenizer).encode_inside(stop) if stop else []
     for text, tokens in zip(stop, ids):
         if len(tokens) != 1:
             raise UserError(

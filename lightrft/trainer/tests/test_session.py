@@ -215,7 +215,8 @@ def test_a_reference_with_other_tokens_is_refused(home, tmp_path, capsys):
 def test_fine_tuning_is_planned_for_the_gpus_it_is_for(home, tmp_path, capsys, no_strategy):
     """As reinforcement learning is: a table, a verdict, and an error with the remedy for what does not fit."""
     sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152064}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen2", "num_attention_heads": 28}))
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | heads | {"model_type": "qwen2"}))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 8)
     sft = ["--pretrain", str(tmp_path), "--train_data", str(tmp_path / "rows.jsonl"), "--train_batch_size", "8",
            "--dry_run", "--plan_gpus"]  # yapf: disable
