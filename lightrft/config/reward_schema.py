@@ -41,7 +41,7 @@ class ScoringConfig:
 
 @dataclass
 class AccuracyConfig:
-    """What makes a held-out answer right."""
+    """Option that says which answers are right on held-out rows."""
     accuracy_part: str | None = option(
         None, "reward part, or number that a function returns (part/key), whose value 1 means that an answer is right "
         "(default: a part accuracy, a number acc, math, exact, choice or answer, else the only part that gives 0 and 1 "

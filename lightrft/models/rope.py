@@ -51,7 +51,7 @@ class LengthRope(nn.Module):
 
     def _by_choice(self, lens: list[int], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the tokens of each choice at once, and put them back in their order."""
-        assert self.layout is not None
+        assert self.layout is not None, "set before the forward pass of a pack"
         of_choice: dict[Choice, list[int]] = {}
         for number, length in enumerate(lens):
             of_choice.setdefault(self.choice(length), []).append(number)
@@ -133,7 +133,7 @@ def choices(model: nn.Module, lens: Iterable[int]) -> list[tuple[Choice, ...]]:
 
 
 def fix_length(model: nn.Module, length: int) -> None:
-    """Let all sequences have the frequencies of one with ``length`` tokens; 0: each those of its own."""
+    """Give all sequences the frequencies of one with ``length`` tokens; 0: each those of its own."""
     for rope in ropes(model):
         rope.fixed = length
 

@@ -273,8 +273,8 @@ def _generated(config: Config, splits: list[str], found: Found, context: TrialCo
 
 @dataclass
 class ReadPrompts:
-    """What was read of a run that generates: the number of rows of each split that are on this machine and fit, their
-    prompts, and the tokenizer and the media of these; ``later``: some rows are not on this machine."""
+    """Prompts of a run that generates, read on trial: the number of rows of each split that are on this machine and
+    fit, their prompts, and the tokenizer and the media of these; ``later``: some rows are not on this machine."""
     rows: Counter[str] = field(default_factory=Counter)
     prompts: dict[str, Sequence[Prompt]] = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None

@@ -90,7 +90,8 @@ def test_a_dry_run_plans_for_it_only_if_it_is_asked_to(machine, monkeypatch, tmp
     home, root = runs.write_home(tmp_path / "home"), machine()
     for function in (gpu.unused_gpu, gpu.rank_device):
         monkeypatch.setattr(function, "__defaults__", (root, ))
-    words = ["--pretrain", str(home / "model"), "--prompt_data", str(home / "train.jsonl"), "--reward", "format"]
+    words = ["--pretrain", str(home / "model"), "--prompt_data", str(home / "train.jsonl"), "--reward", "format",
+             "--rollout_batch_size", "4", "--train_batch_size", "8"]  # yapf: disable
     with pytest.raises(SystemExit) as error:
         train.main([*words, "--dry_run", *options])
     said = capsys.readouterr()
