@@ -116,8 +116,10 @@ def test_torchrun_ends_its_report_with_the_error_of_the_user():
     code = ("import os, sys, time; time.sleep(3 * (os.environ['RANK'] == '0'))\n"
             "from lightrft.cli.train import main; main(sys.argv[1:])")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    done = subprocess.run([*command, sys.executable, "-c", code, "--rollout_batch_siz", "8"], capture_output=True,
-                          text=True, timeout=200, cwd=ROOT)  # yapf: disable
+    rows = str(ROOT / "lightrft/tests/support/field/rows/prefill.jsonl")
+    given = ["--pretrain", str(ROOT), "--prompt_data", rows, "--rollout_batch_siz", "8"]
+    done = subprocess.run([*command, sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=200,
+                          cwd=ROOT)  # yapf: disable
     *above, line, border = done.stderr.rstrip().splitlines()
     said = "error: unknown flag --rollout_batch_siz (did you mean --rollout_batch_size?)"
     assert done.returncode == 1 and line.endswith(said) and set(border) == {"="}, done.stderr
