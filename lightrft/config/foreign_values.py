@@ -4,20 +4,19 @@ from collections.abc import Iterable, Mapping
 from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import foreign_name
 
+# one algorithm has the same name as an advantage estimator and as a recipe
+_REINFORCE = {"reinforce_plus_plus": "reinforce++", "reinforce_plus_plus_baseline": "reinforce_baseline",
+              "reinforce++_baseline": "reinforce_baseline",
+              "reinforce++-baseline": "reinforce_baseline"}  # yapf: disable
 # option -> value of another trainer -> the value here that means the same
 SYNONYMS: dict[str, dict[str, str]] = {
-    "advantage_estimator": {
-        "reinforce_plus_plus": "reinforce++", "reinforce_plus_plus_baseline": "reinforce_baseline",
-        "reinforce++_baseline": "reinforce_baseline", "reinforce++-baseline": "reinforce_baseline",
-        "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    "advantage_estimator": _REINFORCE | {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "policy_loss": {"vanilla": "ppo", "geo_mean": "gmpo"},
     "rollout_correction": {
         "token": "tis", "sequence": "seq_tis", "token_truncate": "tis", "token_mask": "mis",
         "sequence_truncate": "seq_tis", "sequence_mask": "seq_mis"},
     "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2", "low_var_kl+": "k3+"},
-    "recipe": {"reinforce_plus_plus": "reinforce++", "reinforce_plus_plus_baseline": "reinforce_baseline",
-               "reinforce++_baseline": "reinforce_baseline", "reinforce++-baseline": "reinforce_baseline",
-               "drgrpo": "dr_grpo"},
+    "recipe": _REINFORCE | {"drgrpo": "dr_grpo"},
     "strategy": {"fsdp2": "fsdp", "zero": "deepspeed"},
     "engine_type": {"transformers": "hf", "huggingface": "hf"},
     "lr_scheduler": {"cosine": "cosine_with_min_lr", "constant_with_warmup": "constant"},
