@@ -168,7 +168,9 @@ def torchrun(module: str, *words: object, ranks: int = 2, limit_s: float = 240.0
     with tempfile.TemporaryDirectory() as folder:
         run = Launched([], [Path(folder) / f"{rank}.log" for rank in range(ranks)])
         codes = _fork(run, module, [str(word) for word in words], Path.cwd(), environ).wait(limit_s)
-        assert codes == [0] * ranks, f"exit codes {codes}\n" + "\n".join(run.log(rank)[-6000:] for rank in range(ranks))
+        # A rank that a signal ended comes first: the others only say that it is gone.
+        logs = [f"--- rank {rank} ---\n{run.log(rank)[-3000:]}" for rank in sorted(range(ranks), key=codes.__getitem__)]
+        assert codes == [0] * ranks, f"exit codes {codes}\n" + "\n".join(logs)
         return run.log(0)
 
 
