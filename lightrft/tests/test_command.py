@@ -1,6 +1,8 @@
 """The command ``lightrft``: its commands, and what a user sees when several processes fail."""
+import importlib.util
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -70,6 +72,28 @@ def test_a_command_of_another_trainer_is_answered_with_ours(capsys):
         assert command.main([word]) == 2 and f"(did you mean {near}?)\n" in capsys.readouterr().err
     for word in "test plot run install list status deploy app tune config vllm-serve".split():
         assert command.main([word]) == 2 and f"unknown command {word!r}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word, name", [("batch_inference", "generate"), ("interactive_chat", "chat"),
+                                        ("lora_combiner", "merge_lora"), ("train_ppo_ray", "train"),
+                                        ("train_ppo", "train"), ("train_colocate", "train"), ("sft", "sft")])
+def test_a_module_of_another_trainer_runs_our_command_and_says_so(word, name, monkeypatch, capsys):
+    """As python -m, torchrun -m and deepspeed --module run it; the line comes from the first rank."""
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as done:
+            runpy.run_module(f"lightrft.cli.{word}", run_name="__main__", alter_sys=True)
+        out, err = capsys.readouterr()
+        assert done.value.code == 0 and out.startswith(f"usage: lightrft {name} ")
+        ours = f"lightrft.cli.{word} is lightrft {name} here, or python -m {command.COMMANDS[name][0]}\n"
+        assert err.endswith(ours) if rank == "0" else not err
+
+
+def test_a_module_that_is_no_command_is_not_found():
+    """Nor one whose work needs an option of the command."""
+    for name in ("lightrft.cli.nosuch", "lightrft.cli.grpo", "lightrft.cli.rlhf", "lightrft.batch_inference"):
+        assert importlib.util.find_spec(name) is None
 
 
 def test_the_number_of_processes_is_taken_out_of_the_words(capsys):

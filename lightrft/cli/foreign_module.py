@@ -1,0 +1,31 @@
+"""The command here under a name that another trainer gives its module: ``python -m lightrft.cli.batch_inference``.
+
+Python runs this file for each of those names: :class:`lightrft.cli.ForeignModules`.
+"""
+import sys
+from importlib import import_module
+
+from lightrft.cli.foreign_commands import of_another_trainer
+from lightrft.cli.main import COMMANDS
+from lightrft.utils.logging import get_logger
+
+
+def command_of(module: str) -> str:
+    """Return the command of ``lightrft`` that does the work of ``lightrft.cli.NAME``, or an empty string. A name that
+    means a command with an option, such as ``grpo``, has none."""
+    name = module.rpartition(".")[2]
+    command = name if name in COMMANDS else of_another_trainer(name)
+    return command if command in COMMANDS else ""
+
+
+def main(module: str) -> int | None:
+    """Run that command with the words of this process; the first rank says which it is."""
+    command = command_of(module)
+    own = COMMANDS[command][0]
+    get_logger().info("%s is lightrft %s here, or python -m %s", module, command, own)
+    code: int | None = import_module(own).main(sys.argv[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(__spec__.name))
