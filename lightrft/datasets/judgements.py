@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.preferences import is_tie, lacking
-from lightrft.datasets.records import calls_of, check_named_columns, missing, text_of, to_messages, with_system
+from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
 from lightrft.datasets.template_kwargs import template_kwargs
+from lightrft.datasets.tool_texts import calls_of
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

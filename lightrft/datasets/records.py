@@ -4,7 +4,6 @@ Known schemas: verl and LightRFT ``{data_source, prompt, reward_model, extra_inf
 ``{messages, solution}`` and ``{input, output, label}``, Alpaca's ``{instruction, input, output}``, ShareGPT's
 ``{conversations}``.
 """
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,16 +51,6 @@ def joined(content: Any) -> Any:
     texts = all(isinstance(part, str) or isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(
         part.get("text"), str) for part in parts)  # yapf: disable
     return text_of(content) if texts else content
-
-
-def calls_of(turn: Message) -> str:
-    """Return the calls of a turn as JSON, each on a line after its text; empty without any."""
-    return "".join(f"\n{json.dumps(call['function'], ensure_ascii=False)}" for call in turn.get("tool_calls") or [])
-
-
-def shown_tools(kwargs: TemplateKwargs) -> str:
-    """Return the tools of a row for a text that is no chat: a line and an empty one; empty without any."""
-    return f"tools: {json.dumps(kwargs['tools'], ensure_ascii=False)}\n\n" if kwargs.get("tools") else ""
 
 
 def missing(value: Any) -> bool:

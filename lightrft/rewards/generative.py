@@ -17,7 +17,8 @@ from lightrft.config.schema import DataConfig, RewardConfig, RolloutConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.judgements import ANSWERS, request, TIE, verdict
 from lightrft.datasets.media import KINDS
-from lightrft.datasets.records import calls_of, Message, shown_tools, text_of
+from lightrft.datasets.records import Message, text_of
+from lightrft.datasets.tool_texts import calls_of, shown_tools
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.loader import load_actor
 from lightrft.rewards.base import Outcome, RewardInput

@@ -9,6 +9,7 @@ import requests
 
 from lightrft.config.engines import native_arguments
 from lightrft.config.schema import RewardConfig
+from lightrft.datasets.tool_texts import calls_of, shown_tools
 from lightrft.rewards.base import Outcome, RewardInput, REWARDS
 from lightrft.rewards.remote import post, RemoteReward, RequestFailed
 from lightrft.utils.errors import UserError
@@ -48,20 +49,19 @@ class JudgeForm:
         Args:
             said: returns the text of the content of a message.
         """
-        from lightrft.datasets.records import calls_of, shown_tools  # here: reward workers import no numpy
         turns = (f"{turn['role']}: {said(turn['content'])}{calls_of(turn)}" for turn in item.messages)
         asked = shown_tools(item.template_kwargs) * bool(item.messages) + "\n\n".join(turns) or item.prompt
         values = item.columns | {
             "prompt": asked, "response": item.response, "reference":
             "" if item.reference is None else item.reference
         }  # yapf: disable
-        return re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), self.template)
+        return re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), self.template)
 
     def read(self, text: str) -> Outcome:
         """Return the last score of an answer; without one the response is unscored."""
-        found = [match[1] for match in self.score.finditer(text)]
+        scores = [match[1] for match in self.score.finditer(text)]
         try:
-            return Outcome(float(found[-1]))
+            return Outcome(float(scores[-1]))
         except (IndexError, ValueError):
             return Outcome(None, "no_score", f"--judge_score {self.score.pattern} finds no number in: {text[-300:]!r}")
 

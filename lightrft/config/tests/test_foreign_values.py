@@ -9,7 +9,7 @@ import pytest
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.config.cli import parse_config
-from lightrft.config.foreign_values import ALGORITHMS, MANAGERS, nearest_value, SYNONYMS
+from lightrft.config.foreign_values import ALGORITHMS, MANAGERS, nearest_value, synonym, SYNONYMS
 from lightrft.config.presets import RECIPES
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
@@ -37,6 +37,19 @@ VERL = {"advantage_estimator": "gae grpo grpo_vectorized gdpo grpo_passk reinfor
 def test_a_word_of_another_trainer_is_read_as_the_value_here(option, word, value):
     assert value in ENTRIES[option] and word not in ENTRIES[option]
     assert vars(parse_one(option, word))[option] == value
+
+
+# what the words of verl mean, apart from our table of them
+MEANINGS = {"advantage_estimator": {"reinforce_plus_plus": "reinforce++",
+                                    "reinforce_plus_plus_baseline": "reinforce_baseline"},
+            "policy_loss": {"vanilla": "ppo", "geo_mean": "gmpo"}, "loss_agg_mode": {"token-sum": "token-sum"},
+            "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"},
+            "strategy": {"fsdp": "fsdp", "fsdp2": "fsdp"}}  # yapf: disable
+
+
+def test_the_words_of_verl_mean_what_they_mean_there():
+    for option, words in MEANINGS.items():
+        assert {word: synonym(option, word) for word in words} == words and {*words.values()} <= {*ENTRIES[option]}
 
 
 def parse_one(option, word):
