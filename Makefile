@@ -1,5 +1,5 @@
 # make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | chain | newest | oracles | peers | gpu | gpu-reduced
-#      format | fcheck | docs | docs-live | dbuild | constraints
+#      format | fcheck | docs | docs-live | dbuild | dpush | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -14,12 +14,14 @@ SOURCES := lightrft examples benchmarks $(wildcard docs/*.py) setup.py conftest.
 ARGS ?=
 # Two workers, each with whole modules, in the order of conftest.py. The twenty slowest tests are reported.
 PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --durations 20
-IMAGE ?= lightrft
 ENGINE ?= vllm
+# Name and version of the image; dpush needs the registry in front: IMAGE_NAME=HOST/NAME/lightrft:VERSION.
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lightrft/__init__.py)
+IMAGE_NAME ?= lightrft:$(VERSION)$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain newest oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain newest oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild dpush constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -96,12 +98,16 @@ fcheck: $(DEV)
 
 docs: $(DEV)
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "The pages: $(CURDIR)/docs/_build/html/index.html"
 
 docs-live: $(DEV)
 	$(BIN)/sphinx-autobuild --watch lightrft --ignore "docs/generated/*" docs docs/_build/html
 
 dbuild:
-	docker build --build-arg ENGINE=$(ENGINE) --tag $(IMAGE) .
+	docker build --build-arg ENGINE=$(ENGINE) --tag $(IMAGE_NAME) .
+
+dpush:
+	docker push $(IMAGE_NAME)
 
 # Each set is resolved for Python 3.11, then for 3.12, which keeps every version that both can use. Packages that are
 # already in a file keep their version as long as it fits. SGLang's wheels need glibc 2.34.

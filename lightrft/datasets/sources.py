@@ -1,4 +1,5 @@
 """Public data sets by name: conversion of published rows to rows in our schema."""
+import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightrft.datasets.rows import DataError, Row, load_rows
+from lightrft.utils.logging import get_logger
+from lightrft.utils.marked_answers import extract_answer
 from lightrft.utils.registry import Registry
 
 Source = Callable[[Row, str, int], Row]
@@ -43,6 +46,22 @@ def convert(source: str, spec: str, folder: Path, splits: tuple[str, ...] = ("tr
     for split, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
     return {split: len(rows) for split, rows in tables.items()}
+
+
+def command(source: str, description: str, spec: str) -> None:
+    """Convert the source by the words of the command line, of which ``spec`` is the default of the raw data."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_dataset_path", default=spec, help="raw file, folder or hub id")
+    parser.add_argument("--local_save_dir", type=Path, default=Path("~/data", source),
+                        help="where the parquet files go")
+    args = parser.parse_args()
+    folder = args.local_save_dir.expanduser()
+    try:
+        counts = convert(source, args.local_dataset_path, folder)
+    except DataError as error:
+        parser.error(str(error))
+    for split, count in counts.items():
+        get_logger().info("%s: %d rows", folder / f"{split}.parquet", count)
 
 
 def _check_columns(row: Row, names: tuple[str, ...], split: str, index: int) -> None:
@@ -107,5 +126,30 @@ def geo3k(row: Row, split: str, index: int) -> Row:
         "extra_info": {
             "split": split, "index": index, "label": "geo3k_rule", "reference": str(row["answer"]),
             "answer": str(row["answer"]), "question": row["problem"]
+        }
+    }  # yapf: disable
+
+
+# -- MATH -------------------------------------------------------------------------------------------------------------
+@SOURCES.register("math", "DigitalLearningGmbH/MATH-lighteval")
+def math(row: Row, split: str, index: int) -> Row:
+    r"""Convert one problem (Hendrycks et al. 2021, arXiv:2103.03874) whose ``solution`` ends with ``\boxed{answer}``.
+
+    ``level`` and ``type`` become columns of ``extra_info``, where the row has them.
+    """
+    _check_columns(row, ("problem", "solution"), split, index)
+    answer = extract_answer(row["solution"])
+    if not answer:
+        raise DataError(f"row {index + 1} of split {split!r}: the solution has no \\boxed answer: "
+                        f"{row['solution'][-80:]!r}")
+    return {
+        "data_source": "DigitalLearningGmbH/MATH-lighteval",
+        "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["problem"]}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {
+            "split": split, "index": index, "label": "math_rule", "reference": answer, "answer": answer,
+            "question": row["problem"], "full_solution": row["solution"],
+            "level": row.get("level"), "type": row.get("type")
         }
     }  # yapf: disable

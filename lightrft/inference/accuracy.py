@@ -13,8 +13,9 @@ from statistics import fmean, stdev
 
 from lightrft.inference.row_files import Row
 from lightrft.rewards.correctness import Correctness
-from lightrft.rewards.rules import choice_letter, extract_answer, normalise, plain_number
+from lightrft.rewards.rules import choice_letter, normalise, plain_number
 from lightrft.trainer.evaluator import pass_at_k, wilson_interval, Z
+from lightrft.utils.marked_answers import extract_answer
 
 SUBSETS = 2000  # most subsets of the answers to a prompt that maj@k looks at
 

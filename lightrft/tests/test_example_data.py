@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,7 @@ from lightrft.tests.support.launch import run_script
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART, GSM8K = ROOT / "examples" / "quickstart", ROOT / "examples" / "gsm8k_geo3k"
+PREPROCESS = ROOT / "examples" / "data_preprocess"  # by the names that LightRFT's documents print
 
 
 def load(name, folder, monkeypatch):
@@ -145,10 +147,28 @@ def test_shipped_problems_come_from_their_script(monkeypatch):
 
 
 def test_gsm8k_preprocess_script(tmp_path, prepared):
+    """Under LightRFT's name for it."""
     raw = GSM8K / "data" / "raw_200.jsonl"
-    run_script(GSM8K / "data_preprocess" / "gsm8k.py", "--local_dataset_path", raw, "--local_save_dir", tmp_path)
+    run_script(PREPROCESS / "gsm8k_lightrft.py", "--local_dataset_path", raw, "--local_save_dir", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(prepared / "base")
     cfg = DataConfig(prompt_data=[str(tmp_path / "train.parquet")], eval_data=[str(tmp_path / "test.parquet")])
     train, held_out = PromptsDataset(cfg, tokenizer, 1000), PromptsDataset(cfg, tokenizer, 1000, "eval")
     assert len(train) == 150 and len(held_out) == 50
     assert train[0].label == "gsm8k_rule" and train[0].messages[0]["role"] == "system" and train[0].reference.isdigit()
+
+
+def test_math_preprocess_script(tmp_path, prepared):
+    """On a folder in the layout of the hub; the reference is the last box, with its braces."""
+    row = {"problem": "Find $x$ if $2x=1$.", "level": "Level 1", "type": "Algebra",
+           "solution": r"As $\boxed{2x}=1$, $x=\boxed{\frac{1}{2}}$."}  # yapf: disable
+    (tmp_path / "raw" / "data").mkdir(parents=True)
+    for split, count in (("train", 3), ("test", 2)):
+        pq.write_table(pa.Table.from_pylist([row] * count),
+                       tmp_path / "raw" / "data" / f"{split}-00000-of-00001.parquet")
+    run_script(PREPROCESS / "math_lightrft.py", "--local_dataset_path", tmp_path / "raw", "--local_save_dir", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "base")
+    cfg = DataConfig(prompt_data=[str(tmp_path / "train.parquet")], eval_data=[str(tmp_path / "test.parquet")])
+    train, held_out = PromptsDataset(cfg, tokenizer, 1000), PromptsDataset(cfg, tokenizer, 1000, "eval")
+    assert (len(train), len(held_out)) == (3, 2) and train[0].messages[1]["content"] == row["problem"]
+    assert (train[0].label, train[0].reference) == ("math_rule", r"\frac{1}{2}")
+    assert held_out[1].columns["extra_info"]["level"] == "Level 1"

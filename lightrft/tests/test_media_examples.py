@@ -32,8 +32,8 @@ def geo3k(tmp_path_factory):
     run_script(EXAMPLES / "quickstart_vl" / "prepare.py", "--out", folder, "--train_rows", 6, "--test_rows", 6,
                "--sft_rows", 2)
     write_geo3k(folder / "raw", rows(folder / "data" / "train.parquet"))
-    run_script(GEO3K / "data_preprocess" / "geo3k.py", "--local_dataset_path", folder / "raw", "--local_save_dir",
-               folder / "geo3k")
+    run_script(EXAMPLES / "data_preprocess" / "geo3k_lightrft.py", "--local_dataset_path", folder / "raw",
+               "--local_save_dir", folder / "geo3k")
     return folder
 
 

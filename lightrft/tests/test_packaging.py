@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrft import __version__
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="installed without its repository")
 WALK = """
@@ -129,11 +131,14 @@ def test_make_runs_what_is_promised(tmp_path):
         assert script in run(*show, name, "ARGS=--seed 2", cwd=ROOT)
     expected = {
         "test": "-m pytest -q -n 2", "numeric": "ATEN_CPU_CAPABILITY=", "chain": "preference_chain.py --seeds 1",
-        "format": "yapf --in-place", "fcheck": "mypy lightrft", "docs": "sphinx-build -W", "docs-live":
-        "sphinx-autobuild", "dbuild": "docker build"
+        "format": "yapf --in-place", "fcheck": "mypy lightrft", "docs": "docs/_build/html/index.html", "docs-live":
+        "sphinx-autobuild", "dbuild": f" --tag lightrft:{__version__} ", "dbuild ENGINE=sglang":
+        f"--build-arg ENGINE=sglang --tag lightrft:{__version__}-sglang ", "dpush IMAGE_NAME=host/me/lightrft:1":
+        "docker push host/me/lightrft:1\n"
     }
+    assert f"-v /data:/data lightrft:{__version__}\n" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     for target, command in expected.items():
-        assert command in run(*show, target, cwd=ROOT), target
+        assert command in run(*show, *target.split(), cwd=ROOT), target
     ignored = re.findall(r"--ignore (\S+)", run(*show, "numeric", cwd=ROOT))
     assert ignored and all((ROOT / path).is_file() for path in ignored), ignored
 

@@ -39,6 +39,21 @@ def test_geo3k_row():
         SOURCES.get("geo3k")({"problem": "Find x."}, "test", 1)
 
 
+def test_math_row():
+    raw = {
+        "problem": "Find $x$.", "solution": r"$\boxed{a}$, so \fbox{$\frac{1}{2}$}", "level": "Level 5", "type":
+        "Algebra"
+    }
+    row = SOURCES.get("DigitalLearningGmbH/MATH-lighteval")(raw, "train", 2)
+    assert row["reward_model"]["ground_truth"] == row["extra_info"]["reference"] == r"$\frac{1}{2}$"
+    assert (row["extra_info"]["level"], row["extra_info"]["type"]) == ("Level 5", "Algebra")
+    for solution in ("So it is 5.", r"\boxed{5"):
+        with pytest.raises(DataError, match=r"row 3 of split 'train': the solution has no \\boxed answer: "):
+            SOURCES.get("math")(raw | {"solution": solution}, "train", 2)
+    with pytest.raises(DataError, match="row 3 of split 'train' has no solution"):
+        SOURCES.get("math")({"problem": "Find $x$."}, "train", 2)
+
+
 @pytest.mark.parametrize("layout", ["folder", "file"])
 def test_convert_and_read(tmp_path, tokenizer, layout):
     if layout == "folder":

@@ -3,10 +3,11 @@ import time
 
 import pytest
 
-from lightrft.rewards.rules import (boxed_answers, exact_score, exact_verdict, extract_answer, FAST, format_score,
-                                    math_score, plain_number, reference_answers)
+from lightrft.rewards.rules import (exact_score, exact_verdict, FAST, format_score, math_score, plain_number,
+                                    reference_answers)
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import recipe_for
+from lightrft.utils.marked_answers import boxed_answers, extract_answer
 
 
 @pytest.mark.parametrize("response, answer", [

@@ -1,4 +1,4 @@
-"""Every family of models that see or hear: packed as alone, and as Hugging Face computes it; generation from media."""
+"""ActorVL of every family that sees or hears: packed as alone, and as Hugging Face computes it; generation from media."""
 import copy
 import re
 from dataclasses import replace
@@ -310,24 +310,6 @@ def test_the_hf_engine_refuses_layers_with_wider_heads(tmp_path):
     with pytest.raises(UserError, match="equal key shapes in every layer"):
         HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality).generate([Request(rig.prompts[0], [0], rig.keys[0])],
                                                                             SamplingParams(2))
-
-
-@pytest.mark.parametrize("text", ["granite", "cohere"])
-def test_a_scaled_head_scales_behind_a_tower_too(text, tmp_path):
-    """Of LLaVA-Next around Granite or Cohere, as in vLLM; transformers' own class for both leaves the scale out."""
-    family = tiny_vision.FAMILIES["llava_next"]
-    given = {"granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.25, "use_qk_norm": False}}[text]
-    own = replace(family, config=family.config | {"text_config": family.config["text_config"] | given
-                                                  | {"model_type": text}})  # yapf: disable
-    rig = MediaRig(own.save(tmp_path, tied=False), own.placeholders, own)
-    samples, head = rig.samples(), rig.hf.get_output_embeddings()
-    with torch.no_grad():
-        scaled = rig.logprobs(samples)
-        assert rig.actor.modality.head(rig.hf).scale == 0.25 and (scaled - rig.plain(samples)).abs().max() > 0.1
-        head.weight *= 0.25  # the scale, in the class that has none; the trainer's is taken away
-        for name, none in (("logits_scaling", 1.0), ("logit_scale", 1.0)):
-            setattr(rig.hf.config.get_text_config(), name, none)
-        torch.testing.assert_close(scaled, rig.plain(samples), atol=EXACT, rtol=0)
 
 
 def test_other_families_are_refused_by_name():
