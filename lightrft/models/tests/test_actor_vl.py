@@ -1,4 +1,4 @@
-"""ActorVL of every family that sees or hears: packed as alone, and as Hugging Face computes it; generation from media."""
+"""ActorVL of every family that sees or hears: packed as alone, as Hugging Face computes it; generation from media."""
 import copy
 import re
 from dataclasses import replace
