@@ -1,7 +1,6 @@
 """The measurements: names, what they need, and the seconds that they take on one H100."""
 from dataclasses import dataclass, field
 
-PIECE_S = 540  # longest piece; every measurement ends within one
 LARGE = ("7b", "3b-vl")  # they train adapters and recompute activations: one GPU does not hold what all weights take
 WITH_PICTURES = ("3b-vl", )
 
@@ -34,9 +33,10 @@ class Measurement:
     """A function that returns the rows of some tables; it runs in a separate process.
 
     Args:
-        function: ``module:name``; takes a :class:`Setting`, returns rows by the title of their table.
+        function: ``module:name``; takes a :class:`Setting`, yields rows by the title of their table, whenever there
+            are more.
         tables: titles of the tables it adds rows to.
-        seconds: expected time; after twice of it, or at the end of a piece, the process is ended.
+        seconds: expected time; after twice of it the process is ended.
         needs: "gpu", or packages by the name of their import.
         ranks: processes, one per GPU.
         reduced: False: not part of the reduced form.
@@ -53,7 +53,7 @@ class Measurement:
     @property
     def limit(self) -> int:
         """Seconds after which the process is ended."""
-        return min(2 * self.seconds, PIECE_S - 20)
+        return 2 * self.seconds
 
 
 FACTS, ANATOMY = "Step-1 facts in bfloat16", "Anatomy of a step"
@@ -76,23 +76,23 @@ def _setting(size: str, engine: str = "hf", tp: int = 1) -> Setting:
 
 
 MEASUREMENTS = (
-    Measurement("doctor", "machine:doctor", (DOCTOR, ), 40),
-    Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("pytest", )),
     _run("0.5b", "hf", 100),
     _run("0.5b", "vllm", 150),
     _run("0.5b", "sglang", 180),
-    Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
-    _run("7b", "vllm", 300, reduced=False),
-    Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b"), reduced=False),
-    Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
-    Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
     Measurement("kernels", "kernels:kernels", (ATTENTION, LOGPROBS), 60),
+    Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b"), reduced=False),
+    Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("pytest", )),
     Measurement("update-0.5b", "training:update", (UPDATE, ), 50, reduced=False),
-    Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
+    Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
     Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 45, Setting(liger=False), reduced=False),
+    Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
+    Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
+    Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
+    _run("7b", "vllm", 300, reduced=False),
+    Measurement("doctor", "machine:doctor", (DOCTOR, ), 40),
     _run("7b", "vllm", 300, tp=2),
     Measurement("engine-hf-0.5b-fsdp2", "rollout:engine", ENGINE, 60, ranks=2, reduced=False),
     Measurement("update-0.5b-fsdp2", "training:update", (UPDATE, ), 80, ranks=2),
 )  # yapf: disable
-"""In the order in which they run: what is most worth knowing first, but the short ones at the end, because one starts
-only if its limit, twice its time, fits into the call. SGLang and vLLM do not fit into one environment."""
+"""In the order in which they run: what is most worth knowing first, for a stay on a GPU may be short. SGLang and vLLM
+do not fit into one environment."""

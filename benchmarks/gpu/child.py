@@ -1,4 +1,4 @@
-"""One measurement in this process: calls its function and writes the rows as JSON.
+"""One measurement in this process: calls its function and writes its tables as JSON, whenever they have grown.
 
     python -m benchmarks.gpu.child --function NAME --setting JSON --out FILE
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.catalog import Setting
+from benchmarks.gpu.store import Tables
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,10 +21,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, help="file that gets the rows")
     args = parser.parse_args(argv)
     module, name = args.function.split(":")
-    found = importlib.import_module(module if "." in module else f"benchmarks.gpu.{module}")
-    tables = getattr(found, name)(Setting(**args.setting))
-    if os.environ.get("RANK", "0") == "0":
-        args.out.write_text(json.dumps(tables), encoding="utf-8")
+    measurement = importlib.import_module(module if "." in module else f"benchmarks.gpu.{module}")
+    tables: Tables = {}
+    for rows in getattr(measurement, name)(Setting(**args.setting)):
+        tables |= rows
+        if os.environ.get("RANK", "0") == "0":
+            write(tables, args.out)
+
+
+def write(tables: Tables, out: Path) -> None:
+    """Write the tables; a process that is killed meanwhile leaves the old ones."""
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps(tables), encoding="utf-8")
+    new.replace(out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Kernels against each other: attention over packed sequences, and log-probs from hidden states."""
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,14 +52,17 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tenso
 KERNELS = {"flash-attn": _flash, "torch varlen": _varlen, "SDPA rows": _rows}
 
 
-def kernels(setting: Setting) -> Tables:
-    """Compare the kernels for the heads of both sizes, and two lengths each."""
+def kernels(setting: Setting) -> Iterator[Tables]:
+    """Compare the kernels for the heads of all sizes, and two lengths each."""
     sizes, device = [shape(replace(setting, size=size)) for size in SHAPES], device_of(setting)
     layouts, counts = (((64, 4), (256, 1)), (16, 32)) if setting.reduced else (((2048, 8), (16384, 1)), (2048, 8192))
-    return {
-        ATTENTION: [attention_row(each, device, *layout) for each in sizes for layout in layouts],
-        LOGPROBS: [logprobs_row(each, device, tokens) for each in sizes for tokens in counts],
-    }
+    attention, logprobs = list[Row](), list[Row]()
+    for model, layout in product(sizes, layouts):
+        attention.append(attention_row(model, device, *layout))
+        yield {ATTENTION: attention}
+    for model, tokens in product(sizes, counts):
+        logprobs.append(logprobs_row(model, device, tokens))
+        yield {LOGPROBS: logprobs}
 
 
 def attention_row(sizes: dict[str, Any], device: torch.device, length: int, sequences: int) -> Row:

@@ -5,22 +5,34 @@ from typing import Any
 
 from benchmarks.gpu import catalog
 from benchmarks.gpu.catalog import Measurement
-from benchmarks.gpu.store import Record, Row
+from benchmarks.gpu.store import Record, Row, STATUS
 
+MOST, MOST_ERRORS = 12_000, 4_000  # characters of the summary, and of the errors in it
+ERROR_LINES, ERROR_WIDTH = 12, 300  # of one error in the summary
 TITLE = """# Measured on a GPU
 
-All measurements together are planned to take 30 minutes on one GPU, after the packages are installed. `make gpu`
-measures everything except SGLang and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels, TRL and
-pytest into `.venv-gpu`. SGLang needs another torch, so its rows are measured by a second call, `make gpu
-ENGINE=sglang`, which installs it into
-`.venv-gpu-sglang` and takes four of the 30 minutes. With a second GPU a call takes 40 minutes and measures FSDP2 and
-tensor parallelism too. A call starts only measurements that fit into its time and names the others, which the next call
-runs.
-`make gpu PYTHON=python3` uses an existing Python and installs nothing. `make gpu MINUTES=9` ends within nine minutes,
-and the next call continues; `OUT=FOLDER` writes results and page to another folder. Each measurement is a separate
-process: one that fails is listed below with its error, and the others still run. `make gpu-reduced` runs the same code
-on a CPU with tiny shapes (with `ENGINE=sglang` that of SGLang), and so do the tests. The raw results are in
-`docs/data/gpu`, one file per measurement.
+`make gpu` measures on the GPU of this machine and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels,
+TRL and pytest into `.venv-gpu`. All measurements together are planned to take 30 minutes on one GPU, and 40 with a
+second one, which measures FSDP2 and tensor parallelism too. SGLang needs another torch, so its rows are measured by a
+second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and takes four of the 30 minutes.
+
+The most valuable measurements run first, so a short stay on a GPU is enough for them. `make gpu MINUTES=8` ends within
+eight minutes (four at least): the measurement that is still running is ended, and the figures that it has are kept. The
+next call measures it again and continues. Ctrl-C and SIGTERM end a call in the same way. Each measurement is a separate
+process: one that fails is listed below with its error, and the others still run. Results and page are two files,
+`docs/data/gpu.json` and this one, or `gpu.json` and `gpu.md` in the folder `OUT=FOLDER`. The figures are printed too.
+`make gpu-reduced` runs the same code on a CPU with tiny shapes (with `ENGINE=sglang` that of SGLang), and so do the
+tests.
+
+`make gpu PYTHON=python3` uses an existing Python and installs nothing. A machine without a network takes packages that
+it lacks from wheels. Download them elsewhere, for the Python of that machine, and name their folder:
+
+```bash
+pip download --no-deps -d wheels --python-version 3.12 --only-binary :all: liger-kernel==0.8.5 trl==1.16.0 \\
+  datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 math-verify==0.9.0 latex2sympy2-extended==1.11.0 \\
+  antlr4-python3-runtime==4.13.2
+python3 -m benchmarks.gpu --minutes 8 --wheels wheels --out results  # there, in the repository; no make is needed
+```
 
 The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
 deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The 7B and the VL model train LoRA adapters
@@ -28,16 +40,9 @@ deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The
 tokens.
 """
 INTROS = {
-    catalog.DOCTOR: "Findings of `python -m lightrft.cli.doctor`.",
-    catalog.TESTS: "`pytest -m gpu`: attention, log-probs, step-1 facts and sleeping engines against references.",
     catalog.FACTS: """Differences before the first update, which must be explained by rounding: between two
 passes of the trainer, and between engine and trainer. The names are those of [the metrics](metrics.md).""",
     catalog.ANATOMY: "Means of the steps after the first, in milliseconds. MFU is that of the update alone.",
-    catalog.SLEEP: "GiB in use on the whole device.",
-    catalog.SYNC: "All weights from the trainer to the engine, with verification, against a copy of as many bytes.",
-    catalog.ROLLOUT: """Tokens per second of the engine through the library, and of the same vLLM engine called on its
-own. Both use vLLM's prefix cache and begin with an empty one, as after the weight sync of a step. The time from asleep
-to the first token includes the weight sync.""",
     catalog.UPDATE: """One optimizer step on one packed micro-batch per rank, with and without Liger's kernels. MFU
 counts 6 FLOPs per parameter and token (LoRA: 4, because frozen weights have no gradient), without recomputed
 activations; the second one adds the attention scores.""",
@@ -45,9 +50,16 @@ activations; the second one adds the attention scores.""",
 pass counts 2.5 times the forward pass, as in FlashAttention, because it computes the scores again.""",
     catalog.LOGPROBS: """`chunked_logprobs` against `log_softmax` over the whole [N, V]: forward and backward of
 log-probs and entropy, in bfloat16. MiB above the inputs.""",
+    catalog.ROLLOUT: """Tokens per second of the engine through the library, and of the same vLLM engine called on its
+own. Both use vLLM's prefix cache and begin with an empty one, as after the weight sync of a step. The time from asleep
+to the first token includes the weight sync.""",
+    catalog.SYNC: "All weights from the trainer to the engine, with verification, against a copy of as many bytes.",
+    catalog.SLEEP: "GiB in use on the whole device.",
+    catalog.TESTS: "`pytest -m gpu`: attention, log-probs, step-1 facts and sleeping engines against references.",
     catalog.QUICKSTART: "`examples/quickstart/run_quickstart.sh` in one process.",
     catalog.TRL: """The same model, prompts, reward and batch, in turn on one GPU. Both generate with Hugging Face
 models. Times are compared per generated token.""",
+    catalog.DOCTOR: "Findings of `python -m lightrft.cli.doctor`.",
 }  # yapf: disable
 
 
@@ -60,9 +72,35 @@ def render(measurements: Sequence[Measurement], records: dict[str, Record]) -> s
     return "\n".join([*parts, *_errors(records.values())]).rstrip("\n") + "\n"
 
 
+def summary(measurements: Sequence[Measurement], records: dict[str, Record]) -> str:
+    """Return the figures, then the end of each error, in at most ``MOST`` characters."""
+    blocks = []
+    for record in records.values():
+        if record.error:
+            lines = [line[:ERROR_WIDTH] for line in record.error.splitlines()]
+            why, tail = lines[0], lines[1:][-ERROR_LINES:]
+            blocks.append("\n".join([f"{record.name}: {record.status}, {why}", *tail]))
+    errors = _head("\n".join(blocks), MOST_ERRORS)
+    tables = [line for title in INTROS for line in _figures(title, measurements, records)]
+    counts = ", ".join(f"{sum(one.status == status for one in records.values())} {status}" for status in STATUS)
+    return f"{_head(chr(10).join(tables), MOST - len(errors) - len(counts) - 2)}\n{errors}\n{counts}"
+
+
+def _figures(title: str, measurements: Sequence[Measurement], records: dict[str, Record]) -> list[str]:
+    if not (rows := _rows(title, measurements, records)):
+        return []
+    head, _, *lines, _ = table(rows)  # between the first two is the rule of Markdown
+    return [title, head, *lines]
+
+
+def _head(text: str, most: int) -> str:
+    """Return the lines that fit into ``most`` characters."""
+    return text if len(text) <= most else text[:text.rindex("\n", 0, most - 3)] + "\n..."
+
+
 def _machines(records: Iterable[Record]) -> list[str]:
     """Describe every machine, with the measurements that ran there."""
-    ran = sorted((record for record in records if record.done), key=lambda record: sorted(record.machine.items()))
+    ran = sorted(records, key=lambda record: sorted(record.machine.items()))
     if not ran:
         return ["**Nothing has been run yet**: no GPU was available so far.\n"]
     lines = []
@@ -74,13 +112,16 @@ def _machines(records: Iterable[Record]) -> list[str]:
 
 
 def _section(title: str, own: list[Measurement], records: dict[str, Record]) -> list[str]:
-    """Render the rows of a table, then the measurements without one."""
-    rows: list[Row] = []
-    for one in own:
-        found = records[one.name].tables.get(title, []) if one.name in records else []
-        rows += [{"measurement": f"`{one.name}`"} | row for row in found]
+    """Render the rows of a table, then the measurements that have not come to their end."""
+    rows = _rows(title, own, records)
     absent = [f"- `{one.name}`: {_absence(one, records)}" for one in own if not _ok(one, records)]
     return [*(table(rows) if rows else []), *absent, *([""] if absent else [])]
+
+
+def _rows(title: str, measurements: Iterable[Measurement], records: dict[str, Record]) -> list[Row]:
+    """Return the rows of a table, each with the name of its measurement."""
+    ran = [records[one.name] for one in measurements if one.name in records]
+    return [{"measurement": f"`{record.name}`"} | row for record in ran for row in record.tables.get(title, [])]
 
 
 def _ok(one: Measurement, records: dict[str, Record]) -> bool:
@@ -90,8 +131,7 @@ def _ok(one: Measurement, records: dict[str, Record]) -> bool:
 def _absence(one: Measurement, records: dict[str, Record]) -> str:
     if one.name not in records:
         return "not run yet"
-    record = records[one.name]
-    return f"skipped, {record.error}" if record.status == "skipped" else "failed, see the end of the page"
+    return {"cut": "ended with the call", "failed": "failed, see the end of the page"}[records[one.name].status]
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -110,6 +150,6 @@ def _cell(value: Any) -> str:
 
 
 def _errors(records: Iterable[Record]) -> list[str]:
-    failed = [record for record in records if record.status == "failed"]
-    blocks = [f"`{record.name}`, after {record.seconds:.0f} s:\n\n```text\n{record.error}\n```\n" for record in failed]
-    return ["## Errors\n", *blocks] if failed else []
+    blocks = [f"`{record.name}`, after {record.seconds:.0f} s:\n\n```text\n{record.error}\n```\n"
+              for record in records if record.error]  # yapf: disable
+    return ["## Errors\n", *blocks] if blocks else []

@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ ROUNDS, STEPS = 2, 4
 Run = dict[str, float]  # seconds and generated tokens of the steps after the first
 
 
-def trl(setting: Setting) -> Tables:
-    """Run both in turn, each in a new process; return medians, and the ratio of the pairs."""
-    rounds = range(1 if setting.reduced else ROUNDS)
-    runs = [(in_process("ours", setting, i), in_process("theirs", setting, i)) for i in rounds]
-    rows = [row(name, [pair[i] for pair in runs]) for i, name in enumerate(("lightrft", "TRL"))]
-    ratio = statistics.median(cost(theirs) / cost(ours) for ours, theirs in runs)
-    return {TRL: [rows[0] | {"time per token, TRL / lightrft": ratio}, rows[1]]}
+def trl(setting: Setting) -> Iterator[Tables]:
+    """Run both in turn, each in a new process; the rows are medians, and the ratio of the pairs."""
+    pairs: list[tuple[Run, Run]] = []
+    for number in range(1 if setting.reduced else ROUNDS):
+        pairs.append((in_process("ours", setting, number), in_process("theirs", setting, number)))
+        rows = [row(name, [pair[i] for pair in pairs]) for i, name in enumerate(("lightrft", "TRL"))]
+        ratio = statistics.median(cost(theirs) / cost(ours) for ours, theirs in pairs)
+        yield {TRL: [rows[0] | {"time per token, TRL / lightrft": ratio}, rows[1]]}
 
 
 def in_process(name: str, setting: Setting, number: int) -> Run:

@@ -1,14 +1,14 @@
 """The rollout engine in the trainer's process: memory asleep and awake, weight sync, speed."""
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.catalog import ANATOMY, FACTS, ROLLOUT, Setting, SLEEP, SYNC
+from benchmarks.gpu.catalog import ROLLOUT, Setting, SLEEP, SYNC
 from benchmarks.gpu.models import model_folder, open_trainer
 from benchmarks.gpu.store import Row, Tables
-from benchmarks.gpu.training import anatomy, batch, facts, read_lines, STEPS, synchronize
+from benchmarks.gpu.training import batch, step_tables, STEPS, synchronize
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
@@ -18,30 +18,28 @@ CHUNK = 256 << 20  # bytes copied at once
 REPEATS = 3
 
 
-def run(setting: Setting) -> Tables:
+def run(setting: Setting) -> Iterator[Tables]:
     """Measure the life of an engine, then the steps of a trainer with it."""
     prompts, samples, new = batch(setting)
     with open_trainer(setting, prompts, samples, new, STEPS) as trainer:
-        tables = life(trainer, make_requests(trainer, prompts, samples), setting)
+        yield from life(trainer, make_requests(trainer, prompts, samples), setting)
         trainer.fit()
-    if not trainer.strategy.is_main:
-        return {}
-    lines = read_lines(setting)
-    return {FACTS: [facts(lines[0])], ANATOMY: [anatomy(lines[1:])]} | tables
+        if trainer.strategy.is_main:
+            yield step_tables(setting)
 
 
-def engine(setting: Setting) -> Tables:
+def engine(setting: Setting) -> Iterator[Tables]:
     """Measure the life of an engine alone."""
     prompts, samples, new = batch(setting)
     with open_trainer(setting, prompts, samples, new, 1) as trainer:
-        return life(trainer, make_requests(trainer, prompts, samples), setting)
+        yield from life(trainer, make_requests(trainer, prompts, samples), setting)
 
 
-def life(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) -> Tables:
+def life(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) -> Iterator[Tables]:
     """Let the engine of ``trainer`` sleep, wake, take weights and generate."""
-    sleep = memory(trainer, requests)
-    sync = sync_speed(trainer)
-    return {SLEEP: [sleep], SYNC: [sync], ROLLOUT: [speed(trainer, requests, setting)]}
+    yield {SLEEP: [memory(trainer, requests)]}
+    yield {SYNC: [sync_speed(trainer)]}
+    yield {ROLLOUT: [speed(trainer, requests, setting)]}
 
 
 def make_requests(trainer: SPMDPPOTrainer, prompts: int, samples: int) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Records of measurements: one JSON file each, with the machine that it ran on."""
+"""Records of measurements, each with the machine that it ran on, in one JSON file."""
 import importlib.util
 import json
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "vllm", "sglang", "flash_attn", "deepspeed", "trl", "liger_kernel")
-STATUS = ("ok", "failed", "skipped")
+STATUS = ("ok", "failed", "cut")  # cut: ended with the call; the next one runs it again
 Row = dict[str, Any]  # column -> text, number or None
 Tables = dict[str, list[Row]]
 
@@ -24,7 +24,8 @@ Tables = dict[str, list[Row]]
 class Record:
     """Result of one measurement.
 
-    ``status``: one of ``STATUS``; ``error`` is the end of the output of a failed one, or why one was skipped.
+    ``status``: one of ``STATUS``; ``tables``: the rows that it has, also of one that did not end well; ``error``: why
+    it did not, and the end of its output.
     """
     name: str
     status: str
@@ -33,35 +34,39 @@ class Record:
     seconds: float = 0.0
     machine: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def done(self) -> bool:
-        """True if the measurement ran; a skipped one runs once its reason is gone."""
-        return self.status != "skipped"
-
 
 class Store:
-    """The records in one folder."""
+    """The records in one file."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def read(self) -> dict[str, Record]:
         """Return all records, by the name of the measurement."""
-        files = sorted(self.folder.glob("*.json"))
-        records = [Record(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
-        return {record.name: record for record in records}
+        if not self.file.exists():
+            return {}
+        return {name: Record(name, **facts) for name, facts in json.loads(self.file.read_text("utf-8")).items()}
 
     def done(self) -> set[str]:
-        """Return the names of the measurements that ran."""
-        return {name for name, record in self.read().items() if record.done}
+        """Return the names of the measurements that came to their end."""
+        return {name for name, record in self.read().items() if record.status != "cut"}
 
     def write(self, record: Record) -> None:
-        """Write a record; a process that is killed meanwhile leaves the old one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path, text = self.folder / f"{record.name}.json", json.dumps(asdict(record), indent=1)
-        new = path.with_suffix(".new")
-        new.write_text(text + "\n", encoding="utf-8")
-        new.replace(path)
+        """Write a record in place of an earlier one."""
+        self._save(self.read() | {record.name: record})
+
+    def forget(self, name: str) -> None:
+        """Remove the record of a measurement, if there is one."""
+        self._save({key: record for key, record in self.read().items() if key != name})
+
+    def _save(self, records: dict[str, Record]) -> None:
+        """Replace the file; a process that is killed meanwhile leaves the old one."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        facts = {name: {key: value for key, value in asdict(record).items() if key != "name"}
+                 for name, record in records.items()}  # yapf: disable
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        new.replace(self.file)
 
 
 @lru_cache(maxsize=1)

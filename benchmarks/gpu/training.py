@@ -2,6 +2,7 @@
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,17 @@ def batch(setting: Setting) -> tuple[int, int, int]:
     return (4, 2, 8) if setting.reduced else (32, 8, 256)
 
 
-def steps(setting: Setting) -> Tables:
-    """Run steps of the trainer; return the facts of the first one and the phases of the others."""
-    lines = run_steps(setting, *batch(setting))
-    return {FACTS: [facts(lines[0])], ANATOMY: [anatomy(lines[1:])]}
+def steps(setting: Setting) -> Iterator[Tables]:
+    """Run steps of the trainer; SIGTERM ends it after the step in which it arrives."""
+    with open_trainer(setting, *batch(setting), STEPS) as trainer:
+        trainer.fit()
+        yield step_tables(setting)
+
+
+def step_tables(setting: Setting) -> Tables:
+    """Return the facts of the first step and the phases of the others, as far as there are any."""
+    first, *others = read_lines(setting)
+    return {FACTS: [facts(first)]} | ({ANATOMY: [anatomy(others)]} if others else {})
 
 
 def run_steps(setting: Setting, prompts: int, samples: int, new_tokens: int) -> list[dict[str, float]]:
@@ -75,14 +83,17 @@ def most_memory(lines: list[dict[str, float]]) -> float:
     return max(value for line in lines for name, value in line.items() if name.startswith("perf/mem/"))
 
 
-def update(setting: Setting) -> Tables:
+def update(setting: Setting) -> Iterator[Tables]:
     """Time an optimizer step for several sizes of a micro-batch."""
+    rows: list[Row] = []
     with open_trainer(setting, 2, 2, 8, 1) as trainer:
         trainer.engine.sleep()
         lengths = REDUCED_LENGTHS if setting.reduced else LENGTHS
         if trainer.strategy.world_size > 1:  # where one rank ran out of memory, the others would wait for it
             lengths = lengths[:SAFE]
-        return {UPDATE: [row(trainer, *each) for each in lengths]}
+        for tokens, longest in lengths:
+            rows.append(row(trainer, tokens, longest))
+            yield {UPDATE: rows}
 
 
 def row(trainer: SPMDPPOTrainer, tokens: int, longest: int) -> Row:

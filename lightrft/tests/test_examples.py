@@ -229,7 +229,7 @@ def test_quickstart_as_make_gpu_measures_it(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     one, options = piece(tmp_path, "quickstart")
     found = importlib.import_module(f"benchmarks.gpu.{one.function.split(':')[0]}")
-    tables = getattr(found, one.function.split(":")[1])(one.setting.__class__(**json.loads(options["setting"])))
+    *_, tables = getattr(found, one.function.split(":")[1])(one.setting.__class__(**json.loads(options["setting"])))
     row, = tables[one.tables[0]]
     assert set(tables) == set(one.tables) and row["steps"] == 2 and 0 <= row["pass@1 before"] <= 1, row
     assert 0 < row["step, ms"] < 1e3 * row["all, s"]

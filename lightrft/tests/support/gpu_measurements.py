@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,20 @@ def check_piece(folder: Path, one: Any) -> None:
     assert set(tables) == set(one.tables) and all(tables.values()), tables
 
 
-def good(setting: Any) -> dict[str, list[dict[str, Any]]]:
+def good(setting: Any) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """One row."""
-    return {"Doctor": [{"size": setting.size, "reduced": setting.reduced}]}
+    yield {"Doctor": [{"size": setting.size, "reduced": setting.reduced}]}
 
 
-def bad(setting: Any) -> None:
+def bad(setting: Any) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    yield from good(setting)
     raise RuntimeError("out of everything")
 
 
-def hanging(setting: Any) -> None:
-    """With a child that would outlive it; the first rank cleans up at SIGTERM, the second one is deaf to it. ``models``
-    is a folder that gets the numbers of both processes."""
+def hanging(setting: Any) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """A row, then nothing, with a child that would outlive it; the first rank cleans up at SIGTERM, the second one is
+    deaf to it. ``models`` is a folder that gets the numbers of both processes."""
+    yield from good(setting)
     rank, folder = os.environ.get("RANK", "0"), Path(setting.models)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if rank == "1" else lambda *_: sys.exit())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
