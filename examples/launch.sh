@@ -1,5 +1,17 @@
 # Sourced by the run scripts of the examples: where the ranks run, and `train SCRIPT FLAGS...`, which starts them with the
 # variables of those scripts as flags.
+
+# The default of ENGINE: vLLM where it is installed.
+installed_engine() {
+  if "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
+    echo "rollout engine: vllm, which is installed; ENGINE=hf for the built-in one" >&2
+    echo vllm
+  else
+    echo "rollout engine: hf, the built-in one; vLLM is not installed" >&2
+    echo hf
+  fi
+}
+
 # One node finds a free port; several: the same command on each, with its NODE_RANK and the address of node 0.
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
@@ -8,6 +20,7 @@ NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 MASTER_PORT=${MASTER_PORT:-20090}
 PYTHON=${PYTHON:-python3}
+ENGINE=${ENGINE:-$(installed_engine)}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save in, once asked to stop
 export TOKENIZERS_PARALLELISM=false

@@ -132,7 +132,7 @@ def test_gsm8k_outputs(gsm8k):
 def test_gsm8k_saves_when_asked_to_stop(gsm8k, tmp_path):
     """SIGTERM to the script, as a scheduler sends it: ranks and log end, the newest step is kept."""
     sizes = {"TBS": "8", "RBS": "4", "N_SAMPLES": "2", "PROMPT_MAX_LEN": "640", "GENERATE_MAX_LEN": "4",
-             "EVAL_STEPS": "0", "NPROC": "2"}  # yapf: disable
+             "EVAL_STEPS": "0", "NPROC": "2", "ENGINE": "hf"}  # yapf: disable
     env = shell(sizes | {"SAVE": str(tmp_path), "MODEL": f"{gsm8k.parent}/model", "DATA": f"{gsm8k.parent}/data",
                          "MASTER_PORT": free_port()})  # yapf: disable
     run = subprocess.Popen(["bash", str(GSM8K_RUN), "--max_steps", "5000"], env=env, stdout=subprocess.PIPE, text=True)
@@ -151,7 +151,7 @@ def test_gsm8k_saves_when_asked_to_stop(gsm8k, tmp_path):
 def test_gsm8k_defaults(gsm8k, tmp_path):
     """Untouched, the script asks for the run that its users know."""
     plan = ["--dry_run", "--plan_gpus", "2xH100"]  # here the model is too short for its lengths
-    shown = launch("bash", GSM8K_RUN, *plan, cwd=tmp_path, NPROC="2", MASTER_PORT=free_port(),
+    shown = launch("bash", GSM8K_RUN, *plan, cwd=tmp_path, NPROC="2", ENGINE="hf", MASTER_PORT=free_port(),
                    MODEL=str(gsm8k.parent / "model"), DATA=str(gsm8k.parent / "data"))  # yapf: disable
     known = dict(re.findall(r"^  (\w+) +(\S+) +\[(?:flag|script)\]$", shown, re.MULTILINE))
     expected = {
@@ -173,6 +173,8 @@ def test_gsm8k_readme_names_every_variable():
             for name in re.findall(r"`(\w+)`", names)}  # yapf: disable
     variables = dict(re.findall(r"^(\w+)=\$\{\1:-(.*)\}$", script, re.MULTILINE))
     assert len(rows) > 20 and rows.keys() == variables.keys()
+    assert (rows.pop("ENGINE"), variables.pop("ENGINE")) == ("vllm` if it is installed, else `hf",
+                                                             "$(installed_engine)")
     assert all(rows[name] == default.replace("$HOME", "~") for name, default in variables.items())
 
 

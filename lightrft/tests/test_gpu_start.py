@@ -133,25 +133,33 @@ def test_the_names_of_machines_mean_what_the_page_says(gpus: str, ranks: str) ->
     assert all(Machine.planned(f"1x{name}").device.cuda for name in re.findall("`([A-Z][A-Z0-9]+S?)`", ranks))
 
 
-def words_of_script(script: Path, folder: Path) -> list[str]:
-    """What ``script`` gives to torchrun, for a model and data in ``folder``."""
+def words_of_script(script: Path, folder: Path, engine: str) -> list[str]:
+    """What ``script`` gives to torchrun, for a model and data in ``folder``, where ``engine`` is what is installed."""
     rows = {"prompt": ["1+1?"] * 128, "reference": ["2"] * 128, "data_source": ["openai/gsm8k"] * 128}
     for split in ("train", "test"):
         pq.write_table(pa.table(rows), folder / f"{split}.parquet")
-    (python := folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$DATA/words"\n', encoding="utf-8")
+    installed = f'[ "$1" = -c ] && exit {int(engine == "hf")}'  # does Python find vLLM?
+    (python := folder / "python").write_text(f'#!/bin/sh\n{installed}\nprintf "%s\\n" "$@" > "$DATA/words"\n',
+                                             encoding="utf-8")
     python.chmod(0o755)
     places = {"MODEL": str(folder), "DATA": str(folder), "SAVE": str(folder / "run"), "PYTHON": str(python)}
-    subprocess.run(["bash", script], env=os.environ | places, check=True)
+    environ = {name: value for name, value in os.environ.items() if name != "ENGINE"}
+    said = subprocess.run(["bash", script], env=environ | places, check=True, capture_output=True, text=True).stderr
+    assert said.count("\n") == 1 and said.startswith(f"rollout engine: {engine}, ")
     return (folder / "words").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.skipif(not (ROOT / "examples").exists(), reason="installed without its repository")
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
 @pytest.mark.parametrize("name", SCRIPTS, ids=[Path(name).stem for name in SCRIPTS])
-def test_a_shipped_script_fits_the_machine_that_it_is_for(name: str, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_script_fits_the_machine_that_it_is_for(name: str, engine: str, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_rules, "find_spec", lambda package: package)  # vLLM need not be installed here
     config, gpus = SCRIPTS[name]
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    words = words_of_script(script := ROOT / "examples" / name, tmp_path)
+    words = words_of_script(script := ROOT / "examples" / name, tmp_path, engine)
+    assert words[words.index("--engine_type") + 1] == engine
     assert words[words.index("--nproc-per-node") + 1] == gpus.partition("x")[0]
     defaults = runpy.run_path(str(script.parent / "train_colocate.py"))["DEFAULTS"]
     code, _, text = plan([*words[words.index("--pretrain"):], "--plan_gpus", gpus], capsys, defaults)

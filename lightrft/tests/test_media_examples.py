@@ -16,7 +16,7 @@ from lightrft.tests.test_examples import launch, lines, options_of
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GEO3K, AQA, GRM = EXAMPLES / "gsm8k_geo3k", EXAMPLES / "r1_aqa", EXAMPLES / "grm_vl_rl"
 SIZES = {"TBS": "4", "RBS": "2", "N_SAMPLES": "2", "MICRO_TRAIN": "2", "PROMPT_MAX_LEN": "900",
-         "GENERATE_MAX_LEN": "8", "EVAL_STEPS": "1", "SAVE_STEPS": "-1", "NPROC": "1"}  # yapf: disable
+         "GENERATE_MAX_LEN": "8", "EVAL_STEPS": "1", "SAVE_STEPS": "-1", "NPROC": "1", "ENGINE": "hf"}  # yapf: disable
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="installed without its repository")
 
 
@@ -135,7 +135,7 @@ def test_judge_script(tmp_path):
         assert i == 3 or f"Response 1: {first}\n\nResponse 2: {second}\n" in row["prompt"][0]["content"]
     sizes = SIZES | {"TBS": "8", "RBS": "16", "N_SAMPLES": "1", "MICRO_TRAIN": "8"}
     launch("bash", GRM / "run_grm_vl_rl.sh", "--max_steps", 1, "--advantage_estimator", "reinforce", cwd=tmp_path,
-           MODEL=str(tmp_path / "base"), DATA=str(tmp_path / "data"), SAVE=str(tmp_path / "run"), ENGINE="hf",
+           MODEL=str(tmp_path / "base"), DATA=str(tmp_path / "data"), SAVE=str(tmp_path / "run"),
            MASTER_PORT=free_port(), **sizes)
     row, options = lines(tmp_path / "run" / "metrics.jsonl")[-1], options_of(tmp_path / "run")
     assert {"reward/accuracy/first/mean", "reward/accuracy/second/mean", "reward/form/mean"} <= row.keys(), row
