@@ -1,4 +1,5 @@
 """The order of the tests (slow modules run first, so that no core ends with one of them), and what none may leave."""
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -6,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 LONG = ("timeout", "engine", "slow", "dist")  # markers of slow tests, the slowest first
+OF_MAKE = ("MAKEFLAGS", "VENV", "PYTEST_ARGS", "ARGS")  # of the make that runs the tests, not of those in tests
+for _name in OF_MAKE:
+    os.environ.pop(_name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

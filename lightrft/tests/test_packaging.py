@@ -130,9 +130,10 @@ def test_make_runs_what_is_promised(tmp_path):
         script = f"run_{name.replace('-', '_')}.sh --seed 2"
         assert script in run(*show, name, "ARGS=--seed 2", cwd=ROOT)
     expected = {
-        "test": "-m pytest -q -n 2", "numeric": "ATEN_CPU_CAPABILITY=", "chain": "preference_chain.py --seeds 1",
-        "format": "yapf --in-place", "fcheck": "mypy lightrft", "docs": "docs/_build/html/index.html", "docs-live":
-        "sphinx-autobuild", "dbuild": f" --tag lightrft:{__version__} ", "dbuild ENGINE=sglang":
+        "test": "-m pytest -q -n 2", "newest": f"--target {tmp_path}/newest transformers", "numeric":
+        "ATEN_CPU_CAPABILITY=", "chain": "preference_chain.py --seeds 1", "format": "yapf --in-place", "fcheck":
+        "mypy lightrft", "docs": "docs/_build/html/index.html", "docs-live": "sphinx-autobuild", "dbuild":
+        f" --tag lightrft:{__version__} ", "dbuild ENGINE=sglang":
         f"--build-arg ENGINE=sglang --tag lightrft:{__version__}-sglang ", "dpush IMAGE_NAME=host/me/lightrft:1":
         "docker push host/me/lightrft:1\n"
     }

@@ -163,6 +163,21 @@ def test_ranges_and_extras_come_from_the_metadata(packages):
     assert asked["nosuch-b"].verdict == asked["sglang"].verdict == "fail"
 
 
+def test_an_engine_holds_packages_back_only_where_it_is(packages):
+    packages("lightrft", "0.0", f"Summary: {SUMMARY}", "Requires-Python: >=3.10", "Provides-Extra: sglang",
+             "Requires-Dist: tqdm>=1", "Requires-Dist: sglang>=1; extra == 'sglang'",
+             "Requires-Dist: tqdm<2; extra == 'sglang'")
+    packages("tqdm", "4.0")
+
+    def of_tqdm(*asked: str) -> list[str]:
+        return [str(finding) for finding in check_versions(asked) if finding.name == "tqdm"]
+
+    ok, refused = f"ok    {'tqdm':<16} 4.0 (>=1)", f"{'tqdm':<16} 4.0, lightrft[sglang] needs <2; pip install 'tqdm<2'"
+    assert of_tqdm() == [ok] and of_tqdm("sglang") == [ok, f"fail  {refused}"]
+    packages("sglang", "1.0")
+    assert of_tqdm() == [ok, f"warn  {refused}"]
+
+
 def test_another_project_of_this_name_is_noticed(packages):
     assert by_name(check_versions())["python"].verdict == "ok", "this one is installed"
     packages("lightrft", "0.1.1", "Summary: another project")

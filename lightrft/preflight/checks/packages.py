@@ -40,8 +40,15 @@ def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
     extras = {extra for extra in metadata(PACKAGE).get_all("Provides-Extra") or [] if extra not in TOOLS}
     for requirement in needed:
         extra = next((e for e in extras if requirement.marker and requirement.marker.evaluate({"extra": e})), None)
-        if extra or requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if _counts(requirement, extra, asked):
             yield _package(requirement, extra, asked)
+
+
+def _counts(requirement, extra: str | None, asked: Collection[str]) -> bool:
+    """Whether a requirement applies here. Those of an engine on other packages, which it holds back, do beside it."""
+    if extra in ENGINES and requirement.name != extra:
+        return extra in asked or installed(extra) is not None
+    return bool(extra) or requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def installed(name: str) -> str | None:
@@ -79,7 +86,8 @@ def _package(requirement, extra: str | None, asked: Collection[str]) -> Finding:
         missing = "not installed; " + (ENGINES[extra].install if extra in ENGINES else install_command(extra))
         return Finding("fail" if extra in asked else "ok", name, missing + ("" if extra in asked else " (optional)"))
     if not requirement.specifier.contains(found, prereleases=True):
-        return Finding(bad, name, f"{found}, lightrft needs {ranges}", install)
+        needing = PACKAGE if extra is None else f"{PACKAGE}[{extra}]"
+        return Finding(bad, name, f"{found}, {needing} needs {ranges}", install)
     return Finding("ok", name, f"{found} ({ranges})" if ranges else found)
 
 
