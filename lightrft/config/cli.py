@@ -16,7 +16,7 @@ from lightrft.config.options import ConfigError
 from lightrft.config.plugins import import_plugins, listed, Plugins
 from lightrft.config.run_folders import with_models_of_runs
 from lightrft.config.schema import Config
-from lightrft.config.shared_schema import Tree
+from lightrft.config.synonyms import in_own_flags
 from lightrft.config.tree import RESERVED, build, options
 from lightrft.config.verl_words import refusal_of_verl
 from lightrft.utils.errors import did_you_mean, ExpectedError, leave_error, UserError
@@ -128,21 +128,6 @@ def _without(words: list[str], error: ConfigError) -> list[str]:
         raise error
     first = flags.index(name)
     return words[:first] + words[next((at for at in range(first + 1, len(words)) if flags[at]), len(words)):]
-
-
-def _in_own_flags(argv: Sequence[str] | None, tree: type) -> list[str]:
-    """Replace the flags of the manuals that ``tree`` knows by those of its options."""
-    words, known = sys.argv[1:] if argv is None else argv, tree.SYNONYMS if issubclass(tree, Tree) else {}
-    return [own for word in words for own in _own_words(word, known)]
-
-
-def _own_words(word: str, known: Mapping[str, str]) -> list[str]:
-    """Replace a flag of a manual; of several flags here, the last one takes the value."""
-    flag = re.match(r"--(\w+)(?![\w.])", word)
-    if flag is None or flag[1] not in known:
-        return [word]
-    *before, last = known[flag[1]].split()
-    return [*(f"--{name}" for name in before), f"--{last}{word[flag.end():]}"]
 
 
 def _script_defaults(defaults: dict[str, Any] | None, tree: type) -> dict[str, Any]:
@@ -269,7 +254,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
     """
     adopt_launcher()
     with exit_on_config_error(prog):
-        argv = _in_own_flags(argv, tree)
+        argv = in_own_flags(sys.argv[1:] if argv is None else argv, tree)
         plugins = _plugins(argv)
         import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)

@@ -37,6 +37,7 @@ _AGENT = ("in Python SPMDPPOTrainer(..., environment=...) answers the model; on 
 _SHARED = "all models share the GPUs of training"
 _BUCKETS = "weights are sent to the engine in buckets of --sync_bucket_mib; drop the flag"
 _ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
+_PREFIXES = "vLLM and SGLang keep the prefixes that prompts share"
 _MUON = "the optimizer is AdamW, --optim adamw or adamw_8bit; drop the flag"
 _STUDENT = "distillation on the student's own answers is reinforcement learning: lightrft train with --teacher_model"
 
@@ -49,7 +50,8 @@ GRANTED: dict[str, str] = {
     "flash_attn": _FLASH,
     "attn_implementation": _FLASH,
     "attn_impl": _FLASH,
-    "enable_prefix_caching": "vLLM and SGLang keep the prefixes that prompts share",
+    "enable_prefix_caching": _PREFIXES,
+    "vllm_enable_prefix_caching": _PREFIXES,
     "fused_linear_logprob": "log-probs are always fused with the head, in chunks of --logprob_chunk_mib",
     "compute_fp32_loss": "scores and losses are always float32",
     "use_mp_opt": "master weights and optimizer state are always float32; --bf16 is the dtype of computing",
@@ -80,6 +82,8 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "ds_tensor_parallel_size": ("1", _ONE_RANK),
     "grad_accum_dtype": ("(?i)fp32|float32|none", "gradients are always accumulated in float32"),
     "chunk_size": (r"[1-9]\d*", "log-probs do not depend on it; --logprob_chunk_mib bounds their memory"),
+    "vllm_sync_backend": ("(?i)nccl|gloo|hccl", "training and engine share their devices; weights pass in buckets of "
+                          "--sync_bucket_mib"),
     "normalize_advantages": ("(?i)true", _NEVER_READ),
     "use_sequence_rewards": ("(?i)true", _NEVER_READ),
     "print_replay_buffer_stats": ("(?i)true", "rollout statistics are in the step table and metrics.jsonl"),

@@ -1,5 +1,6 @@
 """Names that options here have in other trainers and commands."""
 from lightrft.config.no_counterpart import NOTHING
+from lightrft.config.openrlhf_words import counterpart, OPENRLHF
 
 _BATCH = "--train_batch_size: samples per optimizer step, over all ranks and micro-batches"
 _MICRO = "--micro_train_batch_size or --max_tokens_per_micro_batch"
@@ -84,16 +85,12 @@ ELSEWHERE: dict[str, str] = {
     "vllm_importance_sampling_clip_max": "--correction_high",
     "use_vllm": "--engine_type vllm",
     "vllm_mode": "--engine_type vllm, which shares the GPUs of training",
-    "vllm_gpu_memory_utilization": "--engine_mem_util",
-    "vllm_tensor_parallel_size": "--engine_tp_size",
     "dataset": "--prompt_data | --train_data",
     "dataset_probs": "--prompt_data_probs | no weights; a source that --train_data names twice counts twice",
     "val_dataset": "--eval_data",
     "split_dataset_ratio": "--eval_data, separate rows",
     "dataset_split": "--prompt_split | --train_split",
-    "eval_dataset": "--eval_data",
     "use_liger_kernel": "--use_liger",
-    "tokenizer_chat_template": "--chat_template",
     "template": "--chat_template; that of the tokenizer is the default",
     "system": "--system_prompt",
     "ta_prompt": "--system_prompt",
@@ -108,23 +105,14 @@ ELSEWHERE: dict[str, str] = {
     "offload_optimizer": "--adam_offload",
     "sleep_level": "--engine_sleep",
     "vllm_limit_mm_per_prompt": "--limit_mm_image_per_prompt and its like",
-    "vllm_enforce_eager": "--engine_args enforce_eager=true",
     "deepspeed": "--strategy deepspeed with --zero_stage",
     "warmup_steps": "--lr_warmup_ratio, a share of all steps",
     "lr_warmup_steps": "--lr_warmup_ratio, a share of all steps",
     "vllm_importance_sampling_correction": "--rollout_correction",
     "vllm_importance_sampling_cap": "--correction_high",
     # OpenRLHF; dotted flags such as --critic.adam.lr are looked up as critic_adam_lr, adam_lr and lr
-    "vllm_num_engines": f"{_RANKS}; each --engine_tp_size of them have an engine",
-    "vllm_enable_sleep": "--engine_sleep",
     "vllm_generate_batch_size": "--oversample",
-    "enforce_eager": "--engine_args enforce_eager=true",
-    "deepspeed_enable_sleep": "--offload_during_rollout",
-    "ds_enable_sleep": "--offload_during_rollout",
     "ref_offload": "--offload_during_rollout",
-    "ref_reward_offload": "--offload_during_rollout and --reward_offload",
-    "train_micro_batch_size": "--micro_train_batch_size",
-    "rollout_micro_batch_size": "--micro_rollout_batch_size",
     "max_new_tokens": "--generate_max_len",
     "async_train": _UNDER_WAY,
     "async": _UNDER_WAY,
@@ -147,7 +135,6 @@ ELSEWHERE: dict[str, str] = {
     "eps_clip_low_high": _CLIP,
     "reward_clip_range": "--reward_clip",
     "reward_normalize": "--normalize_reward",
-    "reward_remote_url": "--remote_rm_url",
     "reward_model_name_or_path": "--reward_pretrain",
     "critic_model_name_or_path": "--critic_pretrain",
     "ref_model_name_or_path": "--ref_pretrain",
@@ -160,7 +147,6 @@ ELSEWHERE: dict[str, str] = {
     "prompt_probs": "--prompt_data_probs",
     "image_key": "--images_key",
     "max_images_per_prompt": "--limit_mm_image_per_prompt",
-    "eval_n_samples_per_prompt": "--eval_n_samples",
     "adam_lr": "--actor_learning_rate | --learning_rate",
     "critic_adam_lr": "--critic_learning_rate",
     "min_lr_ratio": "--lr_min_ratio",
@@ -370,6 +356,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--print_samples": ("num_completions_to_print", ),
 }
 ELSEWHERE |= {name: remedy for remedy, names in _ALIKE.items() for name in names} | NOTHING
+ELSEWHERE |= {name: counterpart(meant) for name, meant in OPENRLHF.items()}  # where they are no flags
 
 _TYPED = "nothing, write the reward into the message, such as <rm_score>: 5.00"
 _CHATS = "nothing, it always uses the chat template"

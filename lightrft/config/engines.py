@@ -96,6 +96,10 @@ class EngineConfig:
         free=True)
     engine_tp_size: int = option(1, "vllm, sglang: consecutive ranks that run one engine together (tensor parallelism)",
                                  within=COUNT, read_by=("vllm", "sglang"), free=True)
+    engine_count: int | None = option(
+        None, "vllm, sglang: engines that the run has at least, one for each --engine_tp_size ranks; with fewer ranks "
+        "it does not start", within=COUNT, why="--engine_type hf generates without such an engine",
+        read_by=("vllm", "sglang"), free=True)
     engine_max_seqs: int = option(
         0, "limit on sequences that an engine runs at once; 0: hf as many as the cache holds, others the samples of a "
         "rollout per engine, at least 256 and at most 1024 (256 on a device with less than 70 GiB)",

@@ -140,7 +140,8 @@ class ConversationConfig:
     """The conversation."""
     system_prompt: str | None = option(None, "system message of the conversation", common=True)
     chat_template: str | None = option(
-        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own", path="template")
+        None, "a Jinja file, one of the built-in template names, or the text of a template with {{, in place of the "
+        "tokenizer's own", path="template")
     chat_template_kwargs: dict[str, Any] = option(
         {}, "variables of the chat template, as a JSON object, e.g. '{\"enable_thinking\": false}'")
     max_pixels: int = option(0, "shrink larger pictures to this many pixels; 0: no limit", within=NON_NEGATIVE)

@@ -70,14 +70,28 @@ def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dic
         values |= found
         provenance |= dict.fromkeys(found, source)
     _check_recipe(values, provenance)
+    for source, found in _following(tree, values, provenance):
+        values |= found
+        provenance |= dict.fromkeys(found, source)
+    return values, provenance | _outvoted(values, provenance, presets)
+
+
+def _following(tree: type, values: dict[str, Any], provenance: dict[str, str]) -> Iterator[Layer]:
+    """Yield the values that follow from other options, as other trainers mean them."""
     if provenance.get("train_batch_size") == "default" and (batch := _small_rollout(tree, values)):
-        values["train_batch_size"], provenance["train_batch_size"] = batch, "samples of a rollout"
+        yield Layer("samples of a rollout", {"train_batch_size": batch})
     if provenance.get("eval_split") in DIRECT and (held_out := _split_of_folders(tree, values)):
-        values["eval_data"], provenance["eval_data"] = held_out, "--eval_split"
+        yield Layer("--eval_split", {"eval_data": held_out})
         get_logger().info("--eval_split without --eval_data: that split of --prompt_data is held out")
     if provenance.get("strategy") == "default" and provenance.get("zero_stage", "default") != "default":
-        values["strategy"], provenance["strategy"] = "deepspeed", "--zero_stage"
-    return values, provenance | _outvoted(values, provenance, presets)
+        yield Layer("--zero_stage", {"strategy": "deepspeed"})
+        get_logger().info("--zero_stage without --strategy means --strategy deepspeed")
+    urls = values.get("remote_rm_url", [])
+    if files := [url for url in urls if url.endswith(".py")]:
+        servers = [url for url in urls if url not in files]
+        yield Layer(provenance["remote_rm_url"] if servers else "default", {"remote_rm_url": servers})
+        yield Layer("--remote_rm_url", {"reward": [*values.get("reward", []), *files]})
+        get_logger().info(f"--remote_rm_url with a Python file means --reward {' '.join(files)}")
 
 
 def _split_of_folders(tree: type, values: dict[str, Any]) -> list[str]:

@@ -81,8 +81,6 @@ _REASONS: dict[str, str] = {
     "load_format layered_summon",
     "the engine shares the GPUs of training, and is started by it":
     "vllm_group_port vllm_server_pass_dataset vllm_data_parallel_size vllm_pipeline_parallel_size data_parallel_size",
-    "vLLM and SGLang keep the prefixes that prompts share":
-    "vllm_enable_prefix_caching",
     # algorithm
     "the reference stays as it is; --ref_pretrain chooses it":
     "ref_model_mixup_alpha ref_model_sync_steps",

@@ -58,7 +58,7 @@ class OfflineConfig(Tree):
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"
-    SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split", "eval_dataset": "eval_data"}
+    SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split"}
     GRANTS = {"dataset_probs": (r"1(\.0*)?", "every source is used whole")}
     ROWS: ClassVar[str]  # the word for its rows
 
@@ -83,4 +83,4 @@ class PairConfig(OfflineConfig):
 
     SEQUENCES = 2
     ROWS = "pairs"
-    SYNONYMS = OfflineConfig.SYNONYMS | {"input_key": "prompt_key"}
+    SYNONYMS = {"input_key": "prompt_key"}

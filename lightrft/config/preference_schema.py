@@ -66,7 +66,7 @@ class DPOConfig(PairConfig):
     train: DPOTrainConfig = group(DPOTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.DPOPreflight"
-    SYNONYMS = PairConfig.SYNONYMS | dict.fromkeys(("rpo_alpha", "cpo_alpha"), "nll_token_mean nll_loss_coef")
+    SYNONYMS = dict.fromkeys(("rpo_alpha", "cpo_alpha"), "nll_token_mean nll_loss_coef")
     TRAINING = "training on pairs of answers"
     METRICS = ("dpo", "eval")
 
@@ -99,7 +99,7 @@ class KTOConfig(OfflineConfig):
     train: DPOTrainConfig = group(DPOTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.KTOPreflight"
-    SYNONYMS = OfflineConfig.SYNONYMS | {
+    SYNONYMS = {
         "desirable_weight": "desirable_loss_weight",
         "undesirable_weight": "undesirable_loss_weight",
     }

@@ -64,7 +64,8 @@ class RenderingConfig(MediaConfig):
         False, "render text prompts as one user turn with the tokenizer's chat template (message lists always are)",
         common=True)
     chat_template: str | None = option(
-        None, "a Jinja file, or one of the built-in template names, that replaces the tokenizer's own", path="template")
+        None, "a Jinja file, one of the built-in template names, or the text of a template with {{, in place of the "
+        "tokenizer's own", path="template")
     chat_template_kwargs: dict[str, Any] = option(
         {},
         "variables of the chat template, as a JSON object, e.g. '{\"enable_thinking\": false}'; those in the column "

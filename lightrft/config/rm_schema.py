@@ -48,7 +48,7 @@ class RMConfig(PairConfig):
     train: RMTrainConfig = group(RMTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.RMPreflight"
-    SYNONYMS = PairConfig.SYNONYMS | _LIGHTRFT | {"loss_type": "loss"}
+    SYNONYMS = _LIGHTRFT | {"loss_type": "loss"}
     TRAINING = "training as a reward model"
     TASK = "text-classification"
     METRICS = ("rm", "eval")
@@ -184,6 +184,6 @@ class GRMConfig(OfflineConfig):
     train: JudgeTrainConfig = group(JudgeTrainConfig)
 
     PREFLIGHT = "lightrft.preflight.offline.GRMPreflight"
-    SYNONYMS = OfflineConfig.SYNONYMS | _LIGHTRFT
+    SYNONYMS = _LIGHTRFT
     METRICS = ("grm", "eval")
     ROWS = "judgements"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
 from lightrft.config.tree import flatten, group_from_args, options
 
@@ -206,7 +207,9 @@ class Tree:
     TASK: ClassVar[str] = ""  # of the hub, that a trained model does; empty: it answers with text
     LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
-    SYNONYMS: ClassVar[dict[str, str]] = {}  # flags of other manuals -> OPTION, OPTION=VALUE, or FLAG OPTION
+    # flags of other manuals -> OPTION, OPTION=VALUE or OPTION+=ITEM; before it other options that follow, unless they
+    # are written too, and OPTION?OTHER where OTHER is written
+    SYNONYMS: ClassVar[dict[str, str]] = OPENRLHF
     GRANTS: ClassVar[dict[str, tuple[str, str]]] = {  # flags of theirs -> values that ask for what holds, and that
         "local_rank": (r"-?\d+", "the launcher (torchrun, deepspeed) sets the rank in the environment"),
     }

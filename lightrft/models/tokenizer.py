@@ -132,9 +132,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, base: str) 
 
 
 def read_chat_template(name: str) -> str:
-    """Return the Jinja text of a file, or of a built-in name; otherwise raise a ``ValueError`` that lists the names."""
+    """Return the Jinja text of a file, or of a built-in name, or the text itself; otherwise raise a ``ValueError`` that
+    lists the names."""
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name]
+    if "{{" in name:
+        return name
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(

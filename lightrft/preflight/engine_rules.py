@@ -8,7 +8,7 @@ from itertools import pairwise
 import yaml
 
 from lightrft.algorithms import ADVANTAGES
-from lightrft.config.engines import EngineFacts, ENGINES, native_arguments
+from lightrft.config.engines import EngineConfig, EngineFacts, ENGINES, native_arguments
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
@@ -144,8 +144,13 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
                "the next stage allows; use rising lengths, or drop --oversample")
 
 
-def shared_engine(tp_size: int, world_size: int, local_ranks: int) -> Iterator[str]:
-    """Yield a problem of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
+def shared_engine(engine: EngineConfig, world_size: int, local_ranks: int) -> Iterator[str]:
+    """Yield the problems of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
+    tp_size, count = engine.engine_tp_size, engine.engine_count or 1
+    if count * tp_size > world_size > 0:
+        yield (f"--engine_count {count}: {count} engines of --engine_tp_size {tp_size} need {count * tp_size} ranks, "
+               f"and the run has {world_size}; start more (torchrun --nproc-per-node), or nearest valid value: "
+               f"{max(world_size // tp_size, 1)}")
     if tp_size > 0 and world_size % tp_size == 0 and local_ranks % tp_size:
         yield (f"--engine_tp_size {tp_size}: the ranks of an engine have to be on one machine, and each machine has "
                f"{local_ranks} of the run; nearest valid value: {nearest_divisors(local_ranks, tp_size)}, or another "

@@ -30,7 +30,7 @@ class InferencePreflight(Preflight):
         """Yield the problems of the engine that runs the models."""
         rl = self.config.as_config()
         yield from engine_problems(rl, world_size, cuda)
-        yield from shared_engine(rl.rollout.engine_tp_size, world_size, local_ranks)
+        yield from shared_engine(rl.rollout, world_size, local_ranks)
 
 
 class GeneratePreflight(InferencePreflight):

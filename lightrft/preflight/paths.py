@@ -51,8 +51,9 @@ def suites(name: str, entries: list[str]) -> Iterator[str]:
 
 
 def template(name: str, path: str | None) -> Iterator[str]:
-    """Yield a problem of a template's path that can only be a file and is none."""
-    if path and (looks_local(path) or path.endswith((".jinja", ".j2"))) and not Path(path).expanduser().is_file():
+    """Yield a problem of a template's path that can only be a file and is none, not of the text of one."""
+    named = path and "{{" not in path and (looks_local(path) or path.endswith((".jinja", ".j2")))
+    if path and named and not Path(path).expanduser().is_file():
         yield f"--{name} {path}: no such file"
 
 

@@ -48,7 +48,7 @@ class RLPreflight(TrainingPreflight):
         yield from batch_problems(c, world_size)
         yield from engine_problems(c, world_size, cuda)
         yield from overlap_problems(c, world_size)
-        yield from shared_engine(c.rollout.engine_tp_size, world_size, local_ranks)
+        yield from shared_engine(c.rollout, world_size, local_ranks)
 
     def missing_packages(self) -> Iterator[str]:
         """Yield the missing packages of the optimizer and of the engine."""

@@ -9,6 +9,7 @@ import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
 from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, REFUSED
+from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
 from lightrft.config.tree import extended
@@ -239,8 +240,23 @@ def test_the_glossary_has_the_metrics_of_the_code():
     assert {key for key in documented - keys if "<" not in key} == set(), "not in the code"
 
 
+def tables_of(trainer):
+    """Cells of the rows of tables in the section of a trainer."""
+    section = doc("coming_from.md").split(f"## {trainer}\n")[1].split("\n## ")[0]
+    return [row.split("|") for row in section.splitlines() if row.startswith("| `")]
+
+
+def test_flags_of_openrlhf_that_are_read():
+    said = {flag: set(re.findall(r"--(\w+)", row[2])) for row in tables_of("OpenRLHF")
+            for flag in re.findall(r"`--(\w+)", row[1])}  # yapf: disable
+    assert said.keys() == {*OPENRLHF, "remote_rm_url", "vllm_sync_backend", "enable_prefix_caching"} - {
+        "vllm_enforce_eager", "ds_enable_sleep", "train_micro_batch_size", "reward_remote_url",
+        "data_tokenizer_chat_template"}, "spellings of newer versions have no rows of their own"  # yapf: disable
+    for flag in said.keys() & OPENRLHF.keys():
+        assert re.split(r"\W", OPENRLHF[flag].split()[-1])[0] in said[flag], flag
+
+
 def test_flags_of_the_original_that_are_translated():
-    rows = doc("coming_from.md").split("## LightRFT")[1].split("## TRL")[0].splitlines()
-    flags = {flag for row in rows if row.startswith("| `") for flag in re.findall(r"`--(\w+)`", row.split("|")[1])}
+    flags = {flag for row in tables_of("LightRFT") for flag in re.findall(r"`--(\w+)`", row[1])}
     read_otherwise = {"eval_split", "eval_data", "freeze_prefix", "zero_stage"}  # options
     assert ALIASES.keys() <= flags <= {*REFUSED, *GRANTED, *GRANTED_VALUES, *ALIASES, *read_otherwise}

@@ -16,6 +16,7 @@ from lightrft.config.compat import ALIASES, GRANTED, GRANTED_WITHOUT, refusal
 from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
+from lightrft.config.synonyms import synonyms
 from lightrft.config.tree import options
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import media_runs, tiny
@@ -59,8 +60,8 @@ SAME = {"model", "dataset", "num_train_epochs", "save_total_limit", "max_length"
         "weight_decay", "ref_model", "reward_model", "num_generations", "max_completion_length", "response_length",
         "actor_learning_rate", "learning_rate", "prompt_max_len", "system", "epsilon", "lam",
         "num_ppo_epochs", "max_grad_norm", "lr_scheduler_type", "cliprange_value", "kl_coef", "val_dataset",
-        "num_iterations", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "loss_type"}  # yapf: disable
-OTHER = {"vllm.num_engines", "vllm.enforce_eager", "ds.param_dtype", "logger.wandb.key", "train.dynamic_batch_enable",
+        "num_iterations", "loss_type"}  # yapf: disable
+OTHER = {"ds.param_dtype", "logger.wandb.key", "train.dynamic_batch_enable",
          "train.async_enable", "algo.advantage.is_correction_enable", "actor.eps_clip_low_high",
          "reward.clip_range", "reward.normalize_enable", "data.dataset_probs",
          "algo.dynamic_filtering_enable"}  # yapf: disable
@@ -231,9 +232,10 @@ def parted(command, flags):
     """Flags that are options, aliases or synonyms here, or ask for what always holds, and those that are refused."""
     tree = TREES[command]
     known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
-             *tree.SYNONYMS, *tree.GRANTS, *GRANTED}  # yapf: disable
+             *synonyms(tree), *tree.GRANTS, *GRANTED}  # yapf: disable
     given = {name_of(flag) for flag in flags if not flag.endswith(" {}")}
     known |= {name for name, (option, _) in GRANTED_WITHOUT.items() if option not in given}
+    known |= {flag for flag in given if flag.replace(".", "_") in synonyms(tree)}
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
 

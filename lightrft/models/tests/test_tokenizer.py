@@ -47,6 +47,8 @@ def test_a_template_file(path, tmp_path):
     (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}!")
     tokenizer = load_tokenizer(str(path), str(tmp_path / "own.jinja"))
     assert tokenizer.apply_chat_template(MESSAGES[1:], tokenize=False) == "1+1?!"
+    typed = load_tokenizer(str(path), "{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    assert typed.apply_chat_template(MESSAGES[1:], tokenize=False) == "<1+1?><two>"
     (tmp_path / "bad.jinja").write_text("{% for m in %}")
     with pytest.raises(ValueError, match="bad.jinja.*does not render"):
         load_tokenizer(str(path), str(tmp_path / "bad.jinja"))

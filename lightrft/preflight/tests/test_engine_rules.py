@@ -14,8 +14,8 @@ from lightrft.preflight.validate import validate
 from lightrft.trainer.session import settled
 
 BASE = {"pretrain": "org/model", "prompt_data": ["org/data"]}
-NATIVE = {"engine_tp_size": 2, "engine_mem_util": 0.8, "engine_sleep": False, "engine_quantization": "fp8",
-          "engine_args": ["max_logprobs=8"]}  # yapf: disable
+NATIVE = {"engine_tp_size": 2, "engine_count": 2, "engine_mem_util": 0.8, "engine_sleep": False,
+          "engine_quantization": "fp8", "engine_args": ["max_logprobs=8"]}  # yapf: disable
 
 
 def problems(monkeypatch, installed=True, cuda=True, engine="vllm", **values):
@@ -116,7 +116,19 @@ def test_an_engine_does_not_reach_over_two_machines():
             ConfigError, match="--engine_tp_size 4: .* be on one machine, and each machine has 2 of the run; "
             "nearest valid value: 2, or another --nproc-per-node"):
         validate(config, 8, planned=True, local_ranks=2)
-    assert not list(engine_rules.shared_engine(4, 8, 4)) and not list(engine_rules.shared_engine(4, 8, 8))
+    assert not list(engine_rules.shared_engine(config.rollout, 8, 4))
+    assert not list(engine_rules.shared_engine(config.rollout, 8, 8))
+
+
+@pytest.mark.parametrize("count, tp, ranks, said", [
+    (4, 2, 8, None), (2, 2, 8, None), (1, 1, 1, None),
+    (5, 2, 8, "--engine_count 5: 5 engines of --engine_tp_size 2 need 10 ranks, and the run has 8; start more "
+     "(torchrun --nproc-per-node), or nearest valid value: 4"),
+])  # yapf: disable
+def test_a_run_has_as_many_engines_as_it_was_written_for(count, tp, ranks, said):
+    words = f"--vllm_num_engines {count} --vllm_tensor_parallel_size {tp}"
+    engine = parse_config(words.split(), defaults=BASE).config.rollout
+    assert list(engine_rules.shared_engine(engine, ranks, ranks)) == ([said] if said else [])
 
 
 @pytest.mark.parametrize("gpus, refused", [("2x2xH100", True), ("4xH100", False), (None, True)])

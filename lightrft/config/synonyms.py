@@ -1,0 +1,57 @@
+"""Flags of other manuals on the command line: replaced by the flags here that mean the same, each with a notice."""
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from lightrft.config.shared_schema import Tree
+from lightrft.config.tree import options
+from lightrft.utils.logging import get_logger
+
+
+def synonyms(tree: type) -> dict[str, str]:
+    """Merge ``SYNONYMS`` of a tree and its bases: those of its options, unless they are options themselves."""
+    known = options(tree)
+    bases = reversed(tree.__mro__ if issubclass(tree, Tree) else Tree.__mro__)
+    merged = {flag: meant for base in bases for flag, meant in vars(base).get("SYNONYMS", {}).items()}
+    return {flag: meant for flag, meant in merged.items()
+            if flag not in known and re.split(r"\W", meant.split()[-1])[0] in known}  # yapf: disable
+
+
+def in_own_flags(words: Sequence[str], tree: type) -> list[str]:
+    """Replace the flags among ``words`` that are synonyms of options of ``tree``."""
+    known, written = synonyms(tree), {_name(word) for word in words}
+    return _with_items([own for word in words for own in _own_flags(word, known, written)])
+
+
+def _name(word: str) -> str:
+    """Return the name of a flag, with underscores for the dots of OpenRLHF; empty for another word."""
+    flag = re.match(r"--([\w.]+)(?=$|=)", word)
+    return flag[1].replace(".", "_") if flag else ""
+
+
+def _own_flags(word: str, known: Mapping[str, str], written: Collection[str]) -> list[str]:
+    """Return the flags that ``word`` stands for; the last one takes its value."""
+    if _name(word) not in known:
+        return [word]
+    *implied, last = known[_name(word)].split()
+    flag, equals, value = word.partition("=")
+    flags = [*(f"--{part.partition('?')[0]}" for part in implied if _is_implied(part, written)), f"--{last}"]
+    get_logger().info("%s is read as %s", flag, re.sub(r"\+?=", " ", " ".join(flags), count=len(flags)))
+    return [*flags[:-1], f"{flags[-1]}{equals}{value}"]
+
+
+def _is_implied(part: str, written: Collection[str]) -> bool:
+    """Return True for an option that is not written itself, and whose condition is met."""
+    option, _, other = part.partition("?")
+    name = option.partition("=")[0]
+    return not {name, f"no_{name}"} & {*written} and (not other or other in written)
+
+
+def _with_items(words: list[str]) -> list[str]:
+    """Add the items of lists, ``--FLAG+=ITEM``, to those of the flag, if it is written too."""
+    items = dict.fromkeys(word for word in words if re.match(r"--\w+\+=", word))
+    given = [word for word in words if word not in items]
+    for flag, item in (word.split("+=", 1) for word in items):
+        at = next((i for i, word in enumerate(given) if word.partition("=")[0] == flag), len(given))
+        first = given[at].partition("=")[2] if at < len(given) else ""
+        given[at:at + 1] = [flag, *([first] if first else []), item]
+    return given

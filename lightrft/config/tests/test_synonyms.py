@@ -1,0 +1,113 @@
+"""Flags of other manuals on the command line set the options here that mean the same, and say so."""
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config.cli import parse_config, parse_keywords
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.openrlhf_words import OPENRLHF
+from lightrft.config.options import ConfigError
+from lightrft.config.schema import Config
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.synonyms import synonyms
+from lightrft.config.tests.test_cli import fails
+from lightrft.config.tree import check_ranges, flatten, options
+
+VLLM = {"engine_type": "vllm"}
+IDLE = {"offload_during_rollout": True}
+
+
+def changed(words: str, tree: type = Config) -> dict[str, Any]:
+    """The options that a command line sets, without their defaults."""
+    known = options(tree)
+    return {name: value for name, value in flatten(parse_config(words.split(), tree=tree).config).items()
+            if value != known[name].default}  # yapf: disable
+
+
+@pytest.mark.parametrize("words,expected", [
+    ("--vllm_num_engines 4", VLLM | {"engine_count": 4}),
+    ("--vllm.num_engines 4", VLLM | {"engine_count": 4}),
+    ("--vllm_tensor_parallel_size=2", VLLM | {"engine_tp_size": 2}),
+    ("--vllm_gpu_memory_utilization 0.6", VLLM | {"engine_mem_util": 0.6}),
+    ("--vllm_gpu_memory_utilization 0.6 --engine_type sglang", {"engine_type": "sglang", "engine_mem_util": 0.6}),
+    ("--vllm_enable_sleep", VLLM),
+    ("--vllm_enable_sleep false", VLLM | {"engine_sleep": False}),
+    ("--enforce_eager", VLLM | {"engine_args": ["enforce_eager=true"]}),
+    ("--engine_args a=1 b=2 --vllm.enforce_eager", VLLM | {"engine_args": ["enforce_eager=true", "a=1", "b=2"]}),
+    ("--enforce_eager --engine_args=a=1", VLLM | {"engine_args": ["a=1", "enforce_eager=true"]}),
+    ("--deepspeed_enable_sleep", IDLE),
+    ("--ds.enable_sleep", IDLE),
+    ("--ref_reward_offload", IDLE),
+    ("--ref_reward_offload --reward_pretrain m/n", IDLE | {"reward_offload": True, "reward_pretrain": ["m/n"]}),
+    ("--rollout_micro_batch_size 2", {"micro_rollout_batch_size": 2}),
+    ("--train.micro_batch_size 2", {"micro_train_batch_size": 2}),
+    ("--tokenizer_chat_template {{messages}}", {"chat_template": "{{messages}}"}),
+    ("--max_epoch 3", {"max_epochs": 3}),
+    ("--eval_dataset a --eval_n_samples_per_prompt 4", {"eval_data": ["a"], "eval_n_samples": 4}),
+])
+def test_a_flag_of_openrlhf_sets_the_option_that_means_the_same(words: str, expected: dict[str, Any],
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    assert changed(words) == expected
+    flag = next(word for word in words.replace("=", " ").split() if word.lstrip("-").replace(".", "_") in OPENRLHF)
+    assert capsys.readouterr().err.count(f"{flag} is read as --") == 1, "one line of notice"
+
+
+@pytest.mark.parametrize("rank,lines", [("0", 2), ("1", 0)])
+def test_notices_are_of_the_first_rank(rank: str, lines: int, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    parse_config("--dataset a --max_epoch 2".split(), tree=SFTConfig)
+    assert capsys.readouterr().err.count(" is read as --") == lines
+
+
+def test_the_words_that_follow_are_named_in_the_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_config("--vllm_num_engines 1 --enforce_eager --greedy_sampling".split(), tree=GenerateConfig)
+    said = capsys.readouterr().err
+    assert "--vllm_num_engines is read as --engine_type vllm --engine_count\n" in said
+    assert "--enforce_eager is read as --engine_type vllm --engine_args enforce_eager=true\n" in said
+    assert "--greedy_sampling is read as --temperature 0\n" in said
+
+
+@pytest.mark.parametrize("words,said", [
+    ("--vllm_sync_backend mpi", "--vllm_sync_backend is not an option here: weights are sent to the engine in buck"),
+    ("--ref_num_nodes 1 --ref_num_gpus_per_node 8", "ref_num_nodes is an option of another trainer; here: torchrun"),
+])
+def test_what_asks_for_something_else_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in fails(capsys, words.split())
+
+
+def test_no_engine_is_another_engine() -> None:
+    problem = next(check_ranges(parse_config(["--vllm_num_engines", "0"]).config))
+    assert problem.startswith("--engine_count 0: ") and "--engine_type hf generates without such an engine" in problem
+
+
+@pytest.mark.parametrize("words",
+                         ["--vllm_sync_backend nccl", "--enable_prefix_caching", "--vllm_enable_prefix_caching true"])
+def test_what_always_holds_is_granted(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert changed(words) == {}
+    assert capsys.readouterr().err.count(f"{words.split()[0]} has no effect: ") == 1
+
+
+def test_synonyms_are_of_the_options_of_a_tree_and_of_no_option() -> None:
+    for tree in (Config, SFTConfig, GenerateConfig):
+        assert not {*synonyms(tree)} & {*options(tree)}
+    assert "max_epoch" in synonyms(SFTConfig) and "vllm_num_engines" not in synonyms(SFTConfig)
+    assert {*OPENRLHF} <= {*synonyms(Config)}
+
+
+def test_in_python_and_yaml_the_error_names_the_option() -> None:
+    with pytest.raises(ConfigError, match="vllm_num_engines is an .* here: engine_count, with engine_type vllm"):
+        parse_keywords({"vllm_num_engines": 2})
+
+
+def test_a_python_file_in_place_of_a_server_is_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside rewards and servers that are given too; from Python and YAML as on the command line."""
+    config = parse_config("--remote_rm_url a.py http://h:1 --reward math=0.5".split()).config.reward
+    assert (config.remote_rm_url, config.reward) == (["http://h:1"], ["math=0.5", "a.py"])
+    assert capsys.readouterr().err.count("--remote_rm_url with a Python file means --reward a.py") == 1
+    (tmp_path / "c.yaml").write_text("remote_rm_url: [b.py]\n")
+    for parsed in (parse_config(["--config", str(tmp_path / "c.yaml")]), parse_keywords({"remote_rm_url": ["b.py"]})):
+        assert (parsed.config.reward.remote_rm_url, parsed.config.reward.reward) == ([], ["b.py"])
+        assert (parsed.provenance["remote_rm_url"], parsed.provenance["reward"]) == ("default", "--remote_rm_url")
