@@ -264,6 +264,7 @@ FLIPS: dict[str, Flip] = {
 }  # yapf: disable
 
 _T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"
+_V = "lightrft/preflight/tests/"
 _S, _M, _U = "lightrft/strategy/tests/", "lightrft/models/tests/", "lightrft/utils/tests/"
 _A, _HERE = "lightrft/algorithms/tests/", "lightrft/tests/test_options.py::"
 _ENGINE = [name for name, option in options(Config).items() if option.read_by == ("vllm", "sglang")]
@@ -285,7 +286,7 @@ SHOWN: dict[str, str] = {
     "engine_type": "lightrft/rollout/tests/test_weight_sync.py::test_unknown_engine",
     **dict.fromkeys(_ENGINE, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),
     "engine_kv_mib": "lightrft/rollout/tests/test_weight_sync.py::test_the_budget_option_reaches_the_engine",
-    "engine_count": "lightrft/preflight/tests/test_engine_rules.py::test_a_run_has_as_many_engines_as_it_was_written_for",
+    "engine_count": _V + "test_engine_rules.py::test_a_run_has_as_many_engines_as_it_was_written_for",
     "engine_max_seqs": "lightrft/rollout/tests/test_weight_sync.py::test_the_sequences_at_once_reach_the_engine",
     "offload_during_rollout": _T + "test_offloader.py::test_models_are_away_while_the_engine_generates",
     "lora_sync": "lightrft/rollout/tests/test_vllm_adapters.py::test_adapters_alone_after_the_first_sync",
