@@ -102,17 +102,17 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
     return parser
 
 
-def _of_verl(word: str, known: list[str]) -> str | None:
+def _of_verl(word: str, tree: type) -> str | None:
     """Explain a word such as actor_rollout_ref.rollout.n=8, which is an option of verl; None for another."""
     name, _, value = word.lstrip("+").partition("=")
-    return refusal_of_verl(name, value, known)
+    return refusal_of_verl(name, value, options(tree))
 
 
-def _unknown_words(words: list[str], known: list[str]) -> list[str]:
+def _unknown_words(words: list[str], known: list[str], tree: type) -> list[str]:
     """One sentence per unknown flag: the remedy for a flag of the original LightRFT, or the nearest known flag."""
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
     if not flags:
-        theirs = [_of_verl(word, known) for word in words]
+        theirs = [_of_verl(word, tree) for word in words]
         return [text or f"unexpected value {word!r}: options are given as --name value" +
                 "; docs/coming_from.md translates those of verl" * bool(re.match(r"\+*\w+\.[\w.]+=", word))
                 for word, text in zip(words, theirs)]  # yapf: disable
@@ -160,11 +160,10 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
            further: Further) -> ParsedConfig:
     known = [*options(tree), *ALIASES, *RESERVED]
     known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
-    theirs = [word for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word) and _of_verl(word, known)]
-    problems = [str(_of_verl(word, known))
-                for word in theirs]  # behind a flag of several words they would be its values
+    theirs = [word for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word) and _of_verl(word, tree)]
+    problems = [str(_of_verl(word, tree)) for word in theirs]  # behind a flag of several words they would be its values
     flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
-    problems += [*_unknown_words(rest, known), *grant_without(flags)]
+    problems += [*_unknown_words(rest, known, tree), *grant_without(flags)]
     layers = [layer for path in flags.pop("config") for layer in _file_layers(path, tree, problems)]
     dry_run, _, plan_gpus = flags.pop("dry_run"), flags.pop("plugin"), flags.pop("plan_gpus")
     if plan_gpus and not dry_run:

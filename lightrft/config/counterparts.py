@@ -337,7 +337,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--dynamic_sampling, which draws as many prompts as it needs": ("gen_batch_size", ),
     "--reward path.py:function": ("custom_reward_function_path", ),
     "--reward_workers": ("reward_num_workers", ),
-    "--temperature": ("do_sample", ),
+    "--temperature; 0 is greedy": ("do_sample", ),
     "--eval_temperature; 0 is greedy": ("val_kwargs_do_sample", ),
     "--eval_top_p alone; the evaluation has no top_k": ("val_kwargs_top_k", ),
     "--chat_template FILE": ("custom_chat_template", ),

@@ -1,10 +1,11 @@
 """Options of verl and of Skywork-OR1, given as dotted words (``actor_rollout_ref.rollout.n=8``) or as trees of YAML."""
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightrft.config.compat import refusal
 from lightrft.config.foreign_values import MANAGERS, synonym
+from lightrft.config.options import ConfigError, Option
 
 # beginnings of verl's names that no option of ours shares; below data, algorithm and critic both have some
 ROOTS = ("actor_rollout_ref", "actor", "rollout", "ref", "reward_model", "reward", "trainer", "critic", "data",
@@ -27,25 +28,26 @@ _PARTS = {
     "trainer.stats_path": "--save_trajectories; SAVE_PATH/rollouts/step_N.jsonl has every response and its reward",
     "trainer.stats_save_freq": "--save_trajectories, which writes every step",
     "fsdp_config.grad_offload": "nothing, gradients live between a backward pass and its optimizer step",
+    "rollout.pipeline_model_parallel_size": "nothing, an engine is divided within layers alone: --engine_tp_size",
     "megatron": "nothing, layers are not divided: --strategy fsdp, or deepspeed with --zero_stage 3",
     "enable_resource_pool": "nothing, all models share the GPUs of training",
 }
 
 
-def refusal_of_verl(name: str, value: Any, known: Container[str]) -> str | None:
+def refusal_of_verl(name: str, value: Any, known: Mapping[str, Option]) -> str | None:
     """Explain the option ``name`` of verl: the option here, with the value where it is the same in both.
 
     Args:
-        known: options of the tree.
+        known: options of the tree, by name.
 
     Returns:
         None for a name that is neither verl's nor that of another trainer.
     """
-    found = _decided(name) or refusal(name, known)
-    if found is None and "." in name and name.split(".")[0] in ROOTS:
+    answer = _decided(name) or refusal(name, known)
+    if answer is None and "." in name and name.split(".")[0] in ROOTS:
         reason = "; there is no Ray, torchrun starts the processes" * (name.split(".")[0] in _RAY)
         return f"{name} is an option of verl without a counterpart here{reason}; drop it"
-    return found and _with_value(found, str(value))
+    return answer and _with_value(answer, str(value), known)
 
 
 def _decided(name: str) -> str | None:
@@ -53,15 +55,26 @@ def _decided(name: str) -> str | None:
     return remedy and f"{name} is an option of another trainer; here: {remedy}"
 
 
-def _with_value(text: str, value: str) -> str:
-    """Add the value, in the words here, to an explanation that ends with one flag."""
+def _with_value(text: str, value: str, known: Mapping[str, Option]) -> str:
+    """Add the value, in the words here, to an explanation that ends with one flag, if its option takes that value."""
     flag = re.search(r"here: --(\w+)$", text)
     value = value.strip("[]'\"")
     if not flag or not re.fullmatch(r"[\w.+,/:~-]+", value) or value.lower() in ("none", "null"):
         return text
     if flag[1] == "reward":
         return text.removesuffix("--reward") + MANAGERS.get(value, "--reward")
-    return f"{text} {value.lower() if value in ('True', 'False') else synonym(flag[1], value)}"
+    meant = value.lower() if value in ("True", "False") else synonym(flag[1], value)
+    return f"{text} {meant}" if flag[1] in known and _takes(known[flag[1]], meant) else text
+
+
+def _takes(option: Option, value: str) -> bool:
+    if value in ("true", "false") and option.kind is not bool:  # a switch there, another kind of value here
+        return False
+    try:
+        read = option.convert(value)
+    except ConfigError:
+        return False
+    return not any(option.range_problems(read))
 
 
 def leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -81,6 +81,20 @@ def test_no_algorithm_is_answered_with_another(option):
         assert name in known or (remedy in said and "did you mean" not in said), (name, said)
 
 
+# name of the field -> what its answer has to name, apart from our table of them
+ANSWERS = {"dapo": "here: --recipe dapo", "gspo": "here: --recipe gspo", "cispo": "here: --recipe cispo",
+           "reinforce_plus_plus": "here: --recipe reinforce++", "drgrpo": "here: --recipe dr_grpo",
+           "simpo": "lightrft dpo --loss simpo", "kto": "lightrft kto", "gkd": "lightrft kd", "raft": "--post_processor rs",
+           "vapo": "not part of this release", "gfpo": "not part of this release",
+           "prime": "PRIME trains a reward model of its own"}  # yapf: disable
+
+
+@pytest.mark.parametrize("option", ["advantage_estimator", "policy_loss"])
+def test_a_name_of_the_field_gets_its_recipe_or_its_command(option):
+    for name, answer in ANSWERS.items():
+        assert name in ENTRIES[option] or answer in nearest_value(option, name, ENTRIES[option]), name
+
+
 @pytest.mark.parametrize("option,typed,meant", [("advantage_estimator", "group_nrm", "group_norm"),
                                                 ("policy_loss", "kl_cv", "kl_cov"), ("recipe", "dr_grp", "dr_grpo")])
 def test_a_typing_error_gets_its_nearest_name(option, typed, meant):
@@ -150,7 +164,34 @@ def test_a_tree_of_verl_is_answered_as_its_dotted_words(tmp_path, capsys):
     assert dotted in lines and len(lines) == 16
 
 
-@pytest.mark.parametrize("name", ["ray_kwargs.ray_init.num_cpus", "actor_rollout_ref.actor.megatron.dtype",
+# leaves of verl's own file whose values mean something else here, or nothing
+LEAVES = """
+actor_rollout_ref.actor.use_dynamic_bsz=False --max_tokens_per_micro_batch
+actor_rollout_ref.actor.use_kl_loss=True --use_kl_loss true
+actor_rollout_ref.actor.fsdp_config.param_offload=False --offload_during_rollout false
+actor_rollout_ref.rollout.dtype=bfloat16 --bf16
+actor_rollout_ref.rollout.do_sample=True --temperature; 0 is greedy
+actor_rollout_ref.rollout.n=8 --n_samples_per_prompt 8
+actor_rollout_ref.rollout.pipeline_model_parallel_size=2 nothing, an engine is divided within layers
+reward_model.enable=False --reward_pretrain
+reward_model.model.path=org/rm --reward_pretrain org/rm
+algorithm.filter_groups.metric=acc --dynamic_sampling
+algorithm.filter_groups.enable=True --dynamic_sampling true
+trainer.resume_mode=auto --load_checkpoint
+trainer.total_epochs=30 --num_episodes 30
+"""
+
+
+def test_values_that_an_option_does_not_take_are_not_named_with_it():
+    for line in LEAVES.strip().split("\n"):
+        word, _, remedy = line.partition(" ")
+        name, _, value = word.partition("=")
+        said = refusal_of_verl(name, value, options(Config))
+        assert said.startswith(f"{name} is an option of another trainer; here: {remedy}"), said
+        assert said.endswith(remedy) or remedy.startswith("nothing"), said
+
+
+@pytest.mark.parametrize("name", ["ray_kwargs.ray_init.num_cpus", "ray_kwargs.timeline_json_file", "actor_rollout_ref.actor.megatron.dtype",
                                   "reward_model.enable_resource_pool"])  # yapf: disable
 def test_what_is_not_here_is_refused_by_name(name):
     said = refusal_of_verl(name, "true", options(Config))
