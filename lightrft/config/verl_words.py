@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightrft.config.compat import refusal
-from lightrft.config.foreign_values import MANAGERS, synonym
+from lightrft.config.foreign_values import MANAGERS, nearest_value, synonym
 from lightrft.config.options import ConfigError, Option
 
 # beginnings of verl's names that no option of ours shares; below data, algorithm and critic both have some
@@ -56,7 +56,8 @@ def _decided(name: str) -> str | None:
 
 
 def _with_value(text: str, value: str, known: Mapping[str, Option]) -> str:
-    """Add the value, in the words here, to an explanation that ends with one flag, if its option takes that value."""
+    """Add to an explanation that ends with one flag the value, in the words here, if its option takes that value, or
+    why it does not."""
     flag = re.search(r"here: --(\w+)$", text)
     value = value.strip("[]'\"")
     if not flag or not re.fullmatch(r"[\w.+,/:~-]+", value) or value.lower() in ("none", "null"):
@@ -64,7 +65,10 @@ def _with_value(text: str, value: str, known: Mapping[str, Option]) -> str:
     if flag[1] == "reward":
         return text.removesuffix("--reward") + MANAGERS.get(value, "--reward")
     meant = value.lower() if value in ("True", "False") else synonym(flag[1], value)
-    return f"{text} {meant}" if flag[1] in known and _takes(known[flag[1]], meant) else text
+    if flag[1] not in known:
+        return text
+    option = known[flag[1]]
+    return f"{text} {meant}" if _takes(option, meant) else text + nearest_value(flag[1], meant, option.choices or ())
 
 
 def _takes(option: Option, value: str) -> bool:

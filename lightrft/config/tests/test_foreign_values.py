@@ -84,8 +84,8 @@ def test_no_algorithm_is_answered_with_another(option):
 # name of the field -> what its answer has to name, apart from our table of them
 ANSWERS = {"dapo": "here: --recipe dapo", "gspo": "here: --recipe gspo", "cispo": "here: --recipe cispo",
            "reinforce_plus_plus": "here: --recipe reinforce++", "drgrpo": "here: --recipe dr_grpo",
-           "simpo": "lightrft dpo --loss simpo", "kto": "lightrft kto", "gkd": "lightrft kd", "raft": "--post_processor rs",
-           "vapo": "not part of this release", "gfpo": "not part of this release",
+           "simpo": "lightrft dpo --loss simpo", "kto": "lightrft kto", "gkd": "lightrft kd",
+           "raft": "--post_processor rs", "vapo": "not part of this release", "gfpo": "not part of this release",
            "prime": "PRIME trains a reward model of its own"}  # yapf: disable
 
 
@@ -170,6 +170,7 @@ actor_rollout_ref.actor.use_dynamic_bsz=False --max_tokens_per_micro_batch
 actor_rollout_ref.actor.use_kl_loss=True --use_kl_loss true
 actor_rollout_ref.actor.fsdp_config.param_offload=False --offload_during_rollout false
 actor_rollout_ref.rollout.dtype=bfloat16 --bf16
+actor_rollout_ref.rollout.name=trtllm --engine_type (here: --engine_type vllm or sglang)
 actor_rollout_ref.rollout.do_sample=True --temperature; 0 is greedy
 actor_rollout_ref.rollout.n=8 --n_samples_per_prompt 8
 actor_rollout_ref.rollout.pipeline_model_parallel_size=2 nothing, an engine is divided within layers
@@ -191,8 +192,11 @@ def test_values_that_an_option_does_not_take_are_not_named_with_it():
         assert said.endswith(remedy) or remedy.startswith("nothing"), said
 
 
-@pytest.mark.parametrize("name", ["ray_kwargs.ray_init.num_cpus", "ray_kwargs.timeline_json_file", "actor_rollout_ref.actor.megatron.dtype",
-                                  "reward_model.enable_resource_pool"])  # yapf: disable
+NOT_HERE = ["ray_kwargs.ray_init.num_cpus", "ray_kwargs.timeline_json_file",
+            "actor_rollout_ref.actor.megatron.dtype", "reward_model.enable_resource_pool"]  # yapf: disable
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
 def test_what_is_not_here_is_refused_by_name(name):
     said = refusal_of_verl(name, "true", options(Config))
     assert said.startswith(f"{name} is") and re.search("Ray|torchrun|layers|share the GPUs", said), said
