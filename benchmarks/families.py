@@ -40,6 +40,8 @@ VALUES: dict[str, dict[str, Any]] = {  # of families whose default config is no 
        for name in ("musicgen", "musicgen_melody")},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8}},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                                         "vocab_size_per_layer_input": 0}},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "xmod": DECODER | {"default_language": "en_XX"},
 }

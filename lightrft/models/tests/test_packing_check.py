@@ -27,8 +27,8 @@ ACCEPTED = {
     "granite": {}, "gemma3n_text": {}, "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
 }  # yapf: disable
-if Version(transformers.__version__) >= Version("5.24"):  # its attention is that of all others
-    ACCEPTED["gptj"] = REFUSED.pop("gptj")
+if Version(transformers.__version__) >= Version("5.24"):  # their attention is that of all others
+    ACCEPTED |= {kind: REFUSED.pop(kind) for kind in ("codegen", "gptj")}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
