@@ -12,6 +12,7 @@ class Setting:
     Args:
         size: shape of the model, a key of ``models.SHAPES``.
         tp: ranks that run one engine together.
+        strategy: of the trainer.
         recompute: gradient checkpointing.
         liger: Liger's kernels, where they are installed.
         reduced: tiny shapes, for the CPU.
@@ -21,6 +22,7 @@ class Setting:
     size: str = "0.5b"
     engine: str = "hf"
     tp: int = 1
+    strategy: str = "auto"
     recompute: bool = False
     liger: bool = True
     reduced: bool = False
@@ -59,6 +61,7 @@ class Measurement:
 FACTS, ANATOMY = "Step-1 facts in bfloat16", "Anatomy of a step"
 SLEEP, SYNC, ROLLOUT = "Memory of the engine, asleep and awake", "Weight sync", "Rollout"
 UPDATE, ATTENTION, LOGPROBS = "Update", "Attention kernels", "Log-probs from hidden states"
+OPERATIONS = "Operations of this torch"
 DOCTOR, TESTS, QUICKSTART, TRL = "Doctor", "Tests on the GPU", "Quickstart", "TRL on the same GPU"
 STEP, ENGINE = (FACTS, ANATOMY), (SLEEP, SYNC, ROLLOUT)
 
@@ -79,13 +82,14 @@ MEASUREMENTS = (
     _run("0.5b", "hf", 100),
     _run("0.5b", "vllm", 150),
     _run("0.5b", "sglang", 180),
-    Measurement("kernels", "kernels:kernels", (ATTENTION, LOGPROBS), 60),
+    Measurement("kernels", "kernels:kernels", (OPERATIONS, ATTENTION, LOGPROBS), 60),
     Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b"), reduced=False),
     Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("pytest", )),
     Measurement("update-0.5b", "training:update", (UPDATE, ), 50, reduced=False),
     Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
     Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 45, Setting(liger=False), reduced=False),
     Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
+    Measurement("run-hf-0.5b-fsdp2", "rollout:run", STEP + ENGINE, 90, Setting(strategy="fsdp")),
     Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
     _run("7b", "vllm", 300, reduced=False),

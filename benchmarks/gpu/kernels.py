@@ -9,12 +9,13 @@ import torch
 from logprob_memory import METHODS
 from torch import Tensor
 
-from benchmarks.gpu.catalog import ATTENTION, LOGPROBS, Setting
+from benchmarks.gpu.catalog import ATTENTION, LOGPROBS, OPERATIONS, Setting
 from benchmarks.gpu.models import shape, SHAPES
 from benchmarks.gpu.store import Row, Tables
+from lightrft.config.schema import ModelConfig
 from lightrft.models import attention as packed
 
-REPEATS, MIB, CHUNK_MIB = 5, 1 << 20, 256
+REPEATS, MIB = 5, 1 << 20
 PASSES = 3.5  # FLOPs of forward and backward in those of forward: FlashAttention counts 2.5 for backward
 
 
@@ -52,16 +53,47 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tenso
 KERNELS = {"flash-attn": _flash, "torch varlen": _varlen, "SDPA rows": _rows}
 
 
+def _addmm(device: torch.device) -> Tensor:
+    a, b = (torch.randn(64, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return torch.addmm(torch.zeros(64, 64, device=device), a, b, out_dtype=torch.float32)
+
+
+def _mm(device: torch.device) -> Tensor:
+    a, b = (torch.randn(64, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return torch.mm(a, b, out_dtype=torch.float32, out=torch.zeros(64, 64, device=device))
+
+
+def _grouped_heads(device: torch.device) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+    starts = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(64, heads, 64, device=device, dtype=torch.bfloat16) for heads in (14, 2, 2))
+    return varlen_attn(q, k, v, starts, starts, 64, 64)
+
+
+OPERATION = {"mm of bfloat16 into float32": _mm, "addmm of bfloat16 to float32": _addmm,
+             "varlen_attn of grouped heads": _grouped_heads}  # yapf: disable
+
+
+def outcome(run: Callable[[torch.device], Tensor], device: torch.device) -> str:
+    """Return whether an operation runs on ``device``, which depends on the release of torch and on the device."""
+    try:
+        run(device).sum().item()
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}".replace("|", "/")
+    return "runs"
+
+
 def kernels(setting: Setting) -> Iterator[Tables]:
     """Compare the kernels for the heads of all sizes, and two lengths each."""
     sizes, device = [shape(replace(setting, size=size)) for size in SHAPES], device_of(setting)
     layouts, counts = (((64, 4), (256, 1)), (16, 32)) if setting.reduced else (((2048, 8), (16384, 1)), (2048, 8192))
+    yield {OPERATIONS: [{"operation": name, "outcome": outcome(run, device)} for name, run in OPERATION.items()]}
     attention, logprobs = list[Row](), list[Row]()
     for model, layout in product(sizes, layouts):
         attention.append(attention_row(model, device, *layout))
         yield {ATTENTION: attention}
-    for model, tokens in product(sizes, counts):
-        logprobs.append(logprobs_row(model, device, tokens))
+    for model, tokens, chunk_mib in product(sizes, counts, chunks(device)):
+        logprobs.append(logprobs_row(model, device, tokens, chunk_mib))
         yield {LOGPROBS: logprobs}
 
 
@@ -91,24 +123,31 @@ def attention_seconds(run: Callable[[], Tensor | None], inputs: list[Tensor], de
     return best(lambda: torch.autograd.grad(run(), inputs, grad), device)
 
 
-def logprobs_row(sizes: dict[str, Any], device: torch.device, tokens: int) -> Row:
+def chunks(device: torch.device) -> list[int]:
+    """List the MiB of logits that are there at once: the least, and what a trainer takes on this device."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return sorted({256, ModelConfig().chunk_mib(total)})
+
+
+def logprobs_row(sizes: dict[str, Any], device: torch.device, tokens: int, chunk_mib: int) -> Row:
     """Time both ways and read their peaks."""
     hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5).requires_grad_()
     targets = torch.randint(vocab, (tokens, ), device=device)
-    row: Row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocab}
+    row: Row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocab, "chunk, MiB": chunk_mib}
     for name in METHODS:
-        ms, mib = logprobs_cost(name, x, weight, targets)
+        ms, mib = logprobs_cost(name, x, weight, targets, chunk_mib)
         row |= {f"{name}, ms": ms, f"{name}, MiB": mib}
     return row
 
 
-def logprobs_cost(name: str, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[float | str, float | None]:
+def logprobs_cost(name: str, x: Tensor, weight: Tensor, targets: Tensor,
+                  chunk_mib: int) -> tuple[float | str, float | None]:
     """Return milliseconds, and MiB above the inputs (None on CPUs); what does not fit is a result too."""
 
     def run() -> None:
-        found, entropy = METHODS[name](x, weight, targets, CHUNK_MIB)
+        found, entropy = METHODS[name](x, weight, targets, chunk_mib)
         torch.autograd.grad(found.sum() + 0.1 * entropy.sum(), (x, weight))
 
     before = 0

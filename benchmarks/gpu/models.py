@@ -156,6 +156,7 @@ def trainer_flags(setting: Setting, prompts: int, samples: int, new_tokens: int,
              f"--n_samples_per_prompt {samples} --train_batch_size {prompts * samples} --prompt_max_len {longest} "
              f"--generate_max_len {new_tokens} --max_steps {steps} --disable_ckpt --reward {REWARD}:compute_score "
              "--reward_probe False --actor_learning_rate 1e-6 --lr_scheduler constant").split()
+    flags += ["--strategy", setting.strategy]
     flags += ["--engine_tp_size", str(setting.tp)] if setting.tp > 1 else []
     flags += ["--lora_rank", "16"] if setting.size in LARGE else []
     flags += ["--gradient_checkpointing"] if setting.recompute else []

@@ -39,6 +39,16 @@ deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The
 (rank 16) with gradient checkpointing, the 0.5B model all weights. Each prompt of the VL model has one picture of 256
 tokens.
 """
+PREDICTED = """## What to expect
+
+Computed for one H200 from counts of launches, bytes and FLOPs, before anything was measured. The figures of one step
+assume 16384 tokens in a micro-batch, of sequences of 2048."""
+# measurement, table, columns that choose the row, column, value
+PREDICTIONS: tuple[tuple[str, str, Row, str, float], ...] = (
+    ("update-0.5b", catalog.UPDATE, {"tokens per rank": 16384}, "s", 0.219),
+    ("update-7b", catalog.UPDATE, {"tokens per rank": 16384}, "s", 1.566),
+    ("update-7b", catalog.UPDATE, {"tokens per rank": 16384}, "MFU", 0.32),
+)
 INTROS = {
     catalog.FACTS: """Differences before the first update, which must be explained by rounding: between two
 passes of the trainer, and between engine and trainer. The names are those of [the metrics](metrics.md).""",
@@ -56,6 +66,7 @@ to the first token includes the weight sync.""",
     catalog.SYNC: "All weights from the trainer to the engine, with verification, against a copy of as many bytes.",
     catalog.SLEEP: "GiB in use on the whole device.",
     catalog.TESTS: "`pytest -m gpu`: attention, log-probs, step-1 facts and sleeping engines against references.",
+    catalog.OPERATIONS: "What this torch can do on this device; faster paths depend on it.",
     catalog.QUICKSTART: "`examples/quickstart/run_quickstart.sh` in one process.",
     catalog.TRL: """The same model, prompts, reward and batch, in turn on one GPU. Both generate with Hugging Face
 models. Times are compared per generated token.""",
@@ -65,11 +76,22 @@ models. Times are compared per generated token.""",
 
 def render(measurements: Sequence[Measurement], records: dict[str, Record]) -> str:
     """Render the page: machines, one section per table, and the errors."""
-    parts = [TITLE, *_machines(records.values())]
+    parts = [TITLE, PREDICTED + "\n", *table(predictions(records)), *_machines(records.values())]
     for title, intro in INTROS.items():
         own = [one for one in measurements if title in one.tables]
         parts += [f"## {title}\n", f"{intro}\n", *_section(title, own, records)]
     return "\n".join([*parts, *_errors(records.values())]).rstrip("\n") + "\n"
+
+
+def predictions(records: dict[str, Record]) -> list[Row]:
+    """Return the predictions, each beside what was measured."""
+    rows: list[Row] = []
+    for name, title, chosen, column, value in PREDICTIONS:
+        found = records[name].tables.get(title, []) if name in records else []
+        measured = [row.get(column) for row in found if row.items() >= chosen.items()]
+        rows.append(
+            {"measurement": f"`{name}`", "figure": column, "predicted": value, "measured": (*measured, None)[0]})
+    return rows
 
 
 def summary(measurements: Sequence[Measurement], records: dict[str, Record]) -> str:

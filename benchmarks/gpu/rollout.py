@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.catalog import ROLLOUT, Setting, SLEEP, SYNC
-from benchmarks.gpu.models import model_folder, open_trainer
+from benchmarks.gpu.models import model_folder, open_trainer, shape
 from benchmarks.gpu.store import Row, Tables
 from benchmarks.gpu.training import batch, step_tables, STEPS, synchronize
 from lightrft.rollout.engine import Request, SamplingParams
@@ -39,7 +39,9 @@ def life(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) -> 
     """Let the engine of ``trainer`` sleep, wake, take weights and generate."""
     yield {SLEEP: [memory(trainer, requests)]}
     yield {SYNC: [sync_speed(trainer)]}
-    yield {ROLLOUT: [speed(trainer, requests, setting)]}
+    fixed = speed(trainer, requests, setting, spread=False)
+    yield {ROLLOUT: [fixed]}
+    yield {ROLLOUT: [fixed, speed(trainer, requests, setting, spread=True)]}
 
 
 def make_requests(trainer: SPMDPPOTrainer, prompts: int, samples: int) -> list[Request]:
@@ -85,14 +87,16 @@ def sync_speed(trainer: SPMDPPOTrainer) -> Row:
     if engine.shared_storage():
         trainer.sync_weights(2)
         return {"s": "the engine runs on the trainer's weights: nothing is copied"}
-    seconds = min(sync_seconds(trainer, version) for version in range(2, 5))
+    trainer.timer.metrics()  # the clock begins anew
+    seconds = min(sync_seconds(trainer, version) for version in range(2, 2 + REPEATS))
+    proof = trainer.timer.metrics()["time/sync_proof_s"] / REPEATS
     sizes = {name: dtype.itemsize for name, dtype in engine.weight_dtypes().items()}
     shapes = {name: tensor.numel() for name, tensor in strategy.full_params(trainer.prepared["actor"].model)}
     nbytes = sum(numel * sizes.get(name, 2) for name, numel in shapes.items())
     plain = copy_seconds(strategy, nbytes)
     return {
-        "s": seconds, "GB": nbytes / 1e9, "GB/s": nbytes / seconds / 1e9, "plain copy, GB/s": nbytes / plain / 1e9,
-        "plain copies": seconds / plain
+        "s": seconds, "of this the proof": proof, "GB": nbytes / 1e9, "GB/s": nbytes / seconds / 1e9,
+        "plain copy, GB/s": nbytes / plain / 1e9, "plain copies": seconds / plain
     }
 
 
@@ -116,9 +120,16 @@ def copy_seconds(strategy: StrategyBase, nbytes: int) -> float:
     return min(timed(strategy, copy) for _ in range(REPEATS))
 
 
-def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) -> Row:
-    """Measure tokens/s through the library and of bare vLLM, and the way from asleep to the first token."""
-    params = SamplingParams(trainer.config.rollout.generate_max_len)
+def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting, spread: bool) -> Row:
+    """Measure tokens/s through the library and of bare vLLM, and the way from asleep to the first token.
+
+    Args:
+        spread: a response ends at every token with a probability of two by its longest length, so that about one in
+            eight reaches that length; False: all reach it.
+    """
+    longest = trainer.config.rollout.generate_max_len
+    stops = range(longest // 2, shape(setting)["vocab_size"], longest // 2) if spread else ()
+    params = SamplingParams(longest, stop_token_ids=tuple(stops))
 
     def through_the_library() -> int:
         if setting.engine == "vllm":  # as after the sync of a step
@@ -127,9 +138,10 @@ def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) ->
 
     ways = {"tokens/s": through_the_library}
     if setting.engine == "vllm" and setting.tp == 1:
-        ways["bare vLLM, tokens/s"] = bare_vllm(trainer, requests, params.max_new_tokens, setting)
-    row: Row = {name: tokens_per_second(trainer.strategy, way) for name, way in ways.items()}
-    return row | first_token(trainer)
+        ways["bare vLLM, tokens/s"] = bare_vllm(trainer, requests, params, setting)
+    row: Row = {"lengths": f"spread to {longest}" if spread else str(longest)}
+    row |= {name: tokens_per_second(trainer.strategy, way) for name, way in ways.items()}
+    return row if spread else row | first_token(trainer)
 
 
 def tokens_per_second(strategy: StrategyBase, way: Callable[[], int]) -> float:
@@ -141,19 +153,21 @@ def tokens_per_second(strategy: StrategyBase, way: Callable[[], int]) -> float:
     return max(speeds[1:])
 
 
-def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], new: int, setting: Setting) -> Callable[[], int]:
+def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], params: SamplingParams,
+              setting: Setting) -> Callable[[], int]:
     """Make a function that generates the same requests with vLLM's own ``LLM`` on the same engine."""
     from rollout_overhead import llm_around
     from vllm import SamplingParams as Native
     native: Any = trainer.engine.native  # type: ignore[attr-defined]  # of vLLM's engine
     llm = llm_around(native, str(model_folder(setting)))
     prompts = [{"prompt_token_ids": one.token_ids} for one in requests for _ in one.seeds]
-    params = [Native(max_tokens=new, logprobs=0, seed=seed, detokenize=False)
-              for one in requests for seed in one.seeds]  # yapf: disable
+    natives = [Native(max_tokens=params.max_new_tokens, logprobs=0, seed=seed, detokenize=False,
+                      stop_token_ids=list(params.stop_token_ids))
+               for one in requests for seed in one.seeds]  # yapf: disable
 
     def generate() -> int:
         native.reset_prefix_cache()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, natives, use_tqdm=False)
         return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
     return generate

@@ -333,6 +333,12 @@ def test_the_summary_is_short_and_begins_with_figures():
     assert "| `run-hf-0.5b` | 8 |" in text and summary(MEASUREMENTS, {}).strip() == "0 ok, 0 failed, 0 cut"
 
 
+def test_a_prediction_is_beside_its_measurement():
+    rows = [{"tokens per rank": 4096, "s": 1.0}, {"tokens per rank": 16384, "s": 1.5}]
+    page = render(MEASUREMENTS, {"update-7b": Record("update-7b", "cut", {"Update": rows}, machine={"device": "GPU"})})
+    assert "| `update-7b` | s | 1.57 | 1.5 |" in page and "| `update-0.5b` | s | 0.219 | - |" in page
+
+
 def test_the_page_names_the_machines():
     h100 = {"device": "1 x NVIDIA H100, 81559 MiB", "driver": "580.1", "torch": "2.11.0"}
     rows = {"Doctor": [{"verdict": "ok", "number": 0.01234}]}
