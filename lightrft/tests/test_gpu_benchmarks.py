@@ -1,10 +1,8 @@
-"""``make gpu``: the reduced form measures on the CPU; the runner resumes, and survives what fails or hangs."""
+"""``make gpu``: the reduced form of each measurement on the CPU, its options, and what it needs."""
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,15 +27,11 @@ pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="inst
 if (ROOT / "benchmarks").exists():
     sys.path.append(str(ROOT))
     from benchmarks.gpu import peers
-    from benchmarks.gpu import process as gpu_process
-    from benchmarks.gpu import runner as gpu_runner
     from benchmarks.gpu import store as gpu_store
-    from benchmarks.gpu.catalog import Measurement, MEASUREMENTS, Setting
-    from benchmarks.gpu.page import INTROS, MOST, render, summary
-    from benchmarks.gpu.runner import PAGE, RESULTS, Runner
-    from benchmarks.gpu.store import Record, Store
+    from benchmarks.gpu.catalog import MEASUREMENTS, Setting
+    from benchmarks.gpu.page import INTROS
+    from benchmarks.gpu.store import Store
 
-GOOD, BAD, HANGING = (f"lightrft.tests.support.gpu_measurements:{name}" for name in ("good", "bad", "hanging"))
 # Measurements that other tests run in their reduced form, where a process has imported what they need already.
 ELSEWHERE = {
     "quickstart": "lightrft/tests/test_examples.py", "run-vllm-0.5b": "lightrft/rollout/tests/test_vllm_ranks.py",
@@ -45,31 +39,6 @@ ELSEWHERE = {
     "run-sglang-0.5b": "lightrft/tests/support/sglang_experts.py", "step-hf-3b-vl": __file__,
     "update-0.5b-fsdp2": __file__
 }  # yapf: disable
-
-
-def planned(name, function=GOOD, seconds=60, **options):
-    return Measurement(name, function, ("Doctor", ), seconds, **options)
-
-
-def runner(folder, **options):
-    (folder / "models").mkdir(parents=True, exist_ok=True)
-    return Runner(Store(folder / "out.json"), folder / "models", reduced=True, **options)
-
-
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split(")")[1].split()[0] == "Z"
-
-
-def nothing_is_left(folder):
-    """Of a measurement that hung, whose ranks have left the numbers of their processes in ``folder``."""
-    files = list(folder.glob("pids-*"))
-    pids = [int(pid) for file in files for pid in file.read_text(encoding="utf-8").split()]
-    assert (folder / "cleaned").exists() == ("pids-0" in [file.name for file in files])
-    assert [pid for pid in pids if not gone(pid)] == [], "a process outlived its measurement"
 
 
 @pytest.mark.slow
@@ -130,111 +99,6 @@ def test_every_measurement_has_a_reduced_form_that_a_test_runs():
         assert alike, f"nothing like {one.name} runs in CI"
 
 
-def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
-    run = runner(tmp_path)
-    chosen = [planned("bad", BAD), planned("hanging", HANGING, 8, ranks=2), planned("good", ranks=2)]
-    assert run.run(chosen, minutes=30) == []
-    records = run.store.read()
-    assert {name: record.status
-            for name, record in records.items()} == {"bad": "failed", "hanging": "failed", "good": "ok"}
-    assert "RuntimeError: out of everything" in records["bad"].error and records["bad"].error.startswith("exit code 1")
-    assert records["hanging"].error.startswith("ended after 16 s")
-    assert records["hanging"].seconds < 60
-    assert all(record.tables == {"Doctor": [{"size": "0.5b", "reduced": True}]} for record in records.values())
-    nothing_is_left(tmp_path / "models")
-    page = render(chosen, records)
-    assert "RuntimeError: out of everything" in page and "- `bad`: failed" in page and "| `good` | 0.5b |" in page
-
-
-INTERRUPTED = """
-import sys
-from pathlib import Path
-from benchmarks.gpu import runner
-from benchmarks.gpu.catalog import Measurement
-runner.MEASUREMENTS = [Measurement(name, "lightrft.tests.support.gpu_measurements:hanging", ("Doctor", ), 60)
-                       for name in ("first", "second")]
-sys.exit(runner.main(["--reduced", "--out", sys.argv[1], "--models", sys.argv[1]]))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_call_and_its_measurement(number, tmp_path):
-    """Nothing trains on, what the measurement had is stored and printed, and no other starts."""
-    (tmp_path / "lightrft-random-models").mkdir()
-    run = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path)], cwd=ROOT, text=True,
-                           stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    while not (tmp_path / "lightrft-random-models" / "pids-0").exists() and run.poll() is None:
-        time.sleep(0.05)
-    run.send_signal(number)
-    printed = run.communicate(timeout=60)[0]
-    assert run.returncode == 130, printed
-    nothing_is_left(tmp_path / "lightrft-random-models")
-    record, = Store(tmp_path / "gpu.json").read().values()
-    assert (record.name, record.status, record.error.splitlines()[0]) == ("first", "cut", "interrupted")
-    assert "| `first` | 0.5b | True |" in printed and "second" not in printed
-    assert "- `first`: ended with the call" in render([planned("first")], {"first": record})
-
-
-def test_a_second_call_runs_what_has_no_result(tmp_path, monkeypatch):
-    run, ran = runner(tmp_path), []
-
-    def measure(one, seconds):
-        ran.append(one.name)
-        return keep(run, Record(one.name, {"b": "failed", "d": "cut"}.get(one.name, "ok")))
-
-    monkeypatch.setattr(run, "measure", measure)
-    chosen = [planned("a"), planned("b"), planned("c", needs=("not_a_package", )), planned("d")]
-    assert run.run(chosen, minutes=30) == ["d"] == run.run(chosen, minutes=30)
-    assert ran == ["a", "b", "d", "d"] and "c" not in run.store.read()
-    run.run([*chosen[:2], replace(chosen[2], needs=())], minutes=30)
-    assert ran[4:] == ["c"], "the reason is gone"
-
-
-def keep(run, record):
-    run.store.write(record)
-    return record
-
-
-def test_the_models_stay_until_all_is_measured(tmp_path, monkeypatch):
-    """And nothing else in the folder of the user is removed."""
-    monkeypatch.setattr(Runner, "measure",
-                        lambda self, one, seconds: keep(self, Record(one.name, "ok", machine={"device": "CPU"})))
-    own, models = tmp_path / "models" / "mine", tmp_path / "models" / gpu_runner.MODELS / "7b"
-    for folder in (own, models):
-        folder.mkdir(parents=True)
-    command = ["--reduced", "--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
-    gpu_runner.main([*command, "--only", "doctor"])
-    assert models.exists(), "the next piece needs it"
-    gpu_runner.main(command)
-    assert own.exists() and not models.parent.exists(), "17 GB would stay"
-
-
-@pytest.mark.parametrize("slower", [0.7, 1, 1.5, 1.9])
-def test_a_short_stay_ends_in_its_time_and_begins_with_what_is_worth_most(slower, tmp_path, monkeypatch):
-    """For any minutes from four on: each gets what is left of the clock, and the next call goes on."""
-    now = [0.0]
-    run = runner(tmp_path, clock=lambda: now[0])
-
-    def measure(one, seconds):
-        took = min(slower * one.seconds, seconds)
-        now[0] += took + gpu_process.GRACE_S
-        return keep(run, Record(one.name, "ok" if took < seconds else "cut"))
-
-    monkeypatch.setattr(run, "measure", measure)
-    there = [
-        replace(one, needs=()) for one in MEASUREMENTS if one.ranks == 1 and not {"vllm", "sglang"} & set(one.needs)
-    ]
-    kept, left = {}, [""]
-    for minutes in (4, 7.5, 40):
-        start = now[0]
-        left = run.run(there, minutes)
-        assert now[0] - start <= 60 * minutes
-        kept[minutes] = len(run.store.done())
-    names = [one.name for one in there]
-    assert list(run.store.read()) == names and names[0] == "run-hf-0.5b" and names[2] == "update-7b"
-    assert kept[4] >= 1 and kept[7.5] >= 3 and left == []
-
-
 def test_trl_sees_one_gpu_of_several(monkeypatch, tmp_path):
     """Its trainer would put the model on every GPU that it sees, and refuses that."""
     given = []
@@ -250,33 +114,6 @@ def test_trl_sees_one_gpu_of_several(monkeypatch, tmp_path):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         peers.in_process("theirs", Setting(scratch=str(tmp_path)), number)
     assert given == ["0", "3", ""]
-
-
-def test_one_gpu_takes_half_an_hour(tmp_path, monkeypatch):
-    """With SGLang, by the runner's own rule, if each takes two seconds more than planned. The engines need different
-    environments, so each has a call. With a second GPU a call takes 40 minutes."""
-    now, usual = [0.0], gpu_runner.usual_minutes(1)
-
-    def measure(self, one, seconds):
-        now[0] += min(one.seconds + 2, seconds)
-        return keep(self, Record(one.name, "ok" if one.seconds + 2 < seconds else "cut"))
-
-    monkeypatch.setattr(Runner, "measure", measure)
-
-    def left(gpus, minutes, calls=1, without="sglang"):
-        run = runner(tmp_path / f"{gpus}-{usual if gpus == 1 else minutes}-{calls}", clock=lambda: now[0])
-        chosen = [
-            replace(one, needs=(), ranks=1) for one in MEASUREMENTS if without not in one.needs and one.ranks <= gpus
-        ]
-        return [run.run(chosen, minutes) for _ in range(calls)][-1]
-
-    assert left(1, usual) == [] and left(1, 9, without="vllm") == []
-    first_call = sum(one.seconds + 2 for one in MEASUREMENTS if one.ranks == 1 and "sglang" not in one.needs)
-    second_call = now[0] - first_call
-    assert 0 < second_call <= 4 * 60 and now[0] <= 30 * 60, "the page says so"
-    assert {one.name for one in MEASUREMENTS
-            if one.ranks == 1} == set(Store(tmp_path / f"1-{usual}-1" / "out.json").read())
-    assert left(2, 30) != [] and left(2, 30, calls=2) == [] == left(2, gpu_runner.usual_minutes(2)), "the page says so"
 
 
 def test_attention_counts_the_flops_of_flash_attention(monkeypatch):
@@ -316,37 +153,6 @@ def test_every_measurement_has_its_tables():
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
 
 
-def test_the_page_shows_the_stored_results():
-    assert PAGE.read_text(encoding="utf-8") == render(MEASUREMENTS,
-                                                      Store(RESULTS).read()), ("run: python -m benchmarks.gpu --render")
-
-
-def test_the_summary_is_short_and_begins_with_figures():
-    """Even if everything fails with long lines, and the tables are long."""
-    rows = {title: [{"number": float(number), "words": "w" * 90} for number in range(9)] for title in INTROS}
-    records = {one.name: Record(one.name, "failed", {title: rows[title] for title in one.tables},
-                                "exit code 1\n" + "\n".join(f"{number} {'x' * 999}" for number in range(25)))
-               for one in MEASUREMENTS}  # yapf: disable
-    text = summary(MEASUREMENTS, records)
-    assert len(text) <= MOST and text.startswith("Step-1 facts") and text.endswith(f"{len(records)} failed, 0 cut")
-    assert "\nrun-hf-0.5b: failed, exit code 1\n" in text and "\n24 xxx" in text and "\n12 xxx" not in text
-    assert "| `run-hf-0.5b` | 8 |" in text and summary(MEASUREMENTS, {}).strip() == "0 ok, 0 failed, 0 cut"
-
-
-def test_a_prediction_is_beside_its_measurement():
-    rows = [{"tokens per rank": 4096, "s": 1.0}, {"tokens per rank": 16384, "s": 1.5}]
-    page = render(MEASUREMENTS, {"update-7b": Record("update-7b", "cut", {"Update": rows}, machine={"device": "GPU"})})
-    assert "| `update-7b` | s | 1.57 | 1.5 |" in page and "| `update-0.5b` | s | 0.219 | - |" in page
-
-
-def test_the_page_names_the_machines():
-    h100 = {"device": "1 x NVIDIA H100, 81559 MiB", "driver": "580.1", "torch": "2.11.0"}
-    rows = {"Doctor": [{"verdict": "ok", "number": 0.01234}]}
-    page = render(MEASUREMENTS, {"doctor": Record("doctor", "ok", rows, machine=h100)})
-    assert "- 1 x NVIDIA H100, 81559 MiB; driver 580.1, torch 2.11.0: `doctor`" in page
-    assert "| `doctor` | ok | 0.0123 |" in page and "- `tests`: not run yet" in page and "Nothing" not in page
-
-
 def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf 'NVIDIA H100, 580.1, 81559 MiB\\nNVIDIA H100, 580.1, 81559 MiB\\n'\n")
@@ -367,14 +173,6 @@ def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
             assert gpu_store.missing(("gpu", ), 1, False) == "needs a GPU" and gpu_store.gpus() == ()
     finally:
         gpu_store.gpus.cache_clear()
-
-
-def test_without_a_gpu_nothing_is_stored(monkeypatch):
-    monkeypatch.setattr(gpu_runner, "gpus", lambda: ())
-    with pytest.raises(SystemExit, match="no NVIDIA GPU here"):
-        gpu_runner.main([])
-    with pytest.raises(SystemExit, match="unknown measurement doctr"):
-        gpu_runner.main(["--reduced", "--only", "doctr"])
 
 
 @pytest.mark.parametrize("engine, folder", [("vllm", "venv-gpu"), ("sglang", "venv-gpu-sglang")])
