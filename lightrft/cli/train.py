@@ -29,29 +29,12 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         functions: of this program, by the names under which ``--reward`` selects them.
     """
     # imported after the command line is read: --help and mistakes do not wait for torch
-    from lightrft.datasets.prompts_dataset import PromptsDataset
-    from lightrft.models.tokenizer import load_tokenizer
-    from lightrft.rewards.manager import RewardManager
-    from lightrft.rewards.placement import ScorerSetup
-    from lightrft.trainer.hub_files import fetch_once
-    from lightrft.trainer.model_media import open_media
-    from lightrft.trainer.pretraining_loss import read_pretraining
+    from lightrft.trainer.rl_run import trainer_arguments
     from lightrft.trainer.session import training_session
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
     from lightrft.trainer.trial import TrialContext
-    config, data = parsed.config, parsed.config.data
     with training_session(parsed, exits, TrialContext(functions=functions or {})) as session:
-        strategy = session.strategy
-        fetch_once(strategy, config, data)
-        tokenizer = load_tokenizer(config.model.pretrain, data.chat_template)
-        path, limit = config.model.pretrain, config.rollout.prompt_max_len
-        media = open_media(path, tokenizer, data, strategy)
-        prompts = PromptsDataset(data, tokenizer, limit, media=media)
-        held_out = PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else []
-        setup = ScorerSetup.of(config, strategy.device, strategy, media)
-        models, rewards = build_models(config, strategy), RewardManager(config.reward, functions, setup)
-        SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, held_out, session.timer, rewards, media=media,
-                       pretraining=read_pretraining(config, tokenizer, media)).fit()
+        SPMDPPOTrainer(**trainer_arguments(parsed.config, session, functions or {})).fit()
 
 
 if __name__ == "__main__":

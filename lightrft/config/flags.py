@@ -42,8 +42,9 @@ def _wandb_key(text: str) -> bool | None:
         get_logger().info("--use_wandb has no effect: its key is empty")
         return False
     os.environ["WANDB_API_KEY"] = text
-    sys.argv[:] = [re.sub(f"(?<=use_wandb=){re.escape(text)}$", "***", "***" if word == text else word)
-                   for word in sys.argv]  # which trackers record
+    sys.argv[:] = [
+        re.sub(f"(?<=use_wandb=){re.escape(text)}$", "***", "***" if word == text else word) for word in sys.argv
+    ]  # which trackers record
     get_logger().info("--use_wandb: its value is the key of W&B, as in WANDB_API_KEY; it is not stored")
     return True
 
@@ -89,6 +90,36 @@ class _PresetAction(_ListAction):
                      "give only one")
 
 
+class _Written(argparse.Action):
+    """Base of the flags of a script's own parser: the namespace lists in ``_written`` the options that were written."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        vars(namespace).setdefault("_written", []).append(self.dest)
+
+
+class _StoreWritten(_Written, argparse._StoreAction):
+    pass
+
+
+class _ConstWritten(_Written, argparse._StoreConstAction):
+    pass
+
+
+class _ListWritten(_Written, _ListAction):
+    pass
+
+
+class _AliasWritten(_ConstWritten):
+    """Sets the option, and True under the flag's own name."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
+                 values: str | Sequence[Any] | None, option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        setattr(namespace, str(option_string).lstrip("-"), True)
+
+
 class _ForeignAction(argparse.Action):
     """Accepts a flag of another trainer that asks for what always holds, with a notice, and refuses others."""
 
@@ -115,20 +146,20 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
     """Add one option; with ``quiet`` a flag that is not given is absent from the namespace."""
     shown, kept = _help(option, default), argparse.SUPPRESS if quiet else default
     parse = partial(convert_text, option)
+    store: Any = "store" if quiet else _StoreWritten
     if option.kind is bool:
         target.add_argument(option.flag, nargs="?", const=True, type=parse, default=kept, metavar="true|false",
-                            help=shown)
-        target.add_argument(f"--no_{option.name}", dest=option.name, action="store_false", default=argparse.SUPPRESS,
-                            help=argparse.SUPPRESS)
+                            help=shown, action=store)
+        target.add_argument(f"--no_{option.name}", dest=option.name, const=False, default=argparse.SUPPRESS,
+                            help=argparse.SUPPRESS, action="store_const" if quiet else _ConstWritten)
         return
     metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind_name.upper()
     preset = _PresetAction if quiet and option.preset else None
     if option.many:
-        target.add_argument(option.flag, nargs="*", action=preset or _ListAction, type=parse, default=kept,
-                            metavar=metavar, help=shown, hint=option.hint, bare=option.bare)
+        target.add_argument(option.flag, nargs="*", action=preset or (_ListAction if quiet else _ListWritten),
+                            type=parse, default=kept, metavar=metavar, help=shown, hint=option.hint, bare=option.bare)
     else:
-        target.add_argument(option.flag, action=preset or "store", type=parse, default=kept, metavar=metavar,
-                            help=shown)
+        target.add_argument(option.flag, action=preset or store, type=parse, default=kept, metavar=metavar, help=shown)
 
 
 def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, Any], quiet: bool,
@@ -150,8 +181,9 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
     known = options(tree)
     for alias, (name, value) in ALIASES.items():
         if alias not in skip and name in known:
-            parser.add_argument(f"--{alias}", dest=name, action="store_const", const=value, default=argparse.SUPPRESS,
-                                help=argparse.SUPPRESS)
+            parser.add_argument(f"--{alias}", dest=name, action="store_const" if quiet else _AliasWritten, const=value,
+                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            parser.set_defaults(**({} if quiet else {alias: known[name].default == value}))
     absent = argparse.SUPPRESS if quiet else None
     for name in {**GRANTED, **GRANTED_VALUES, **grants(tree)}:
         if name not in skip and name not in known:
@@ -165,9 +197,11 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
 def add_arguments(parser: argparse.ArgumentParser, tree: type = Config) -> argparse.ArgumentParser:
     """Add all flags of ``tree`` to any parser and return it.
 
-    A flag that the parser already has is left unchanged. Flags of the original LightRFT that have no effect here are
-    errors that name the remedy, so define your own flags of such a name before this call.
+    A flag that the parser already has is left unchanged, and one that it gets later replaces that of ``tree``. Flags of
+    the original LightRFT that have no effect here are errors that name the remedy, unless they are the parser's own.
     """
+    for container in (parser, parser._optionals, *parser._action_groups):
+        container.conflict_handler = "resolve"
     own = frozenset(word.lstrip("-") for action in parser._actions for word in action.option_strings)
     add_tree(parser, tree, {}, quiet=False, skip=own)
     known = options(tree)

@@ -211,8 +211,8 @@ def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
     cls = extended(cls)
     given, known = dict(vars(args)), group_options(cls)
     for alias, (name, value) in ALIASES.items():
-        if given.get(alias) is True:
-            given.setdefault(name, value)
+        if given.get(alias) is True and name in known and given.get(name) in (None, known[name].default):
+            given[name] = value
     taken = {
         name: given[name] for name, option in known.items()
         if name in given and (given[name] is not None or option.optional)

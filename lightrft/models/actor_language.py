@@ -1,5 +1,7 @@
 """The policy of a text model."""
 from contextlib import AbstractContextManager
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,14 +18,24 @@ class ActorLanguage(PackedModel):
     """A causal language model that returns log-probs of packed sequences; the logits never exist as a whole.
 
     Args:
-        model: a Hugging Face causal LM with ``attn_implementation="packed"``, or a PEFT model around one.
+        model: a Hugging Face causal LM with ``attn_implementation="packed"``, or a PEFT model around one; or the folder
+            or hub id of a model, which is loaded to be trained.
         chunk_mib: MiB of float32 logits alive at once.
         modality: the family's positions, body and head; text by default.
+        options: with a path, those of :class:`~lightrft.config.schema.ModelConfig`, such as ``lora_rank=8``.
+
+    Attributes:
+        made_with: the path and the options that it was made with; empty for one that was made of a model.
     """
 
-    def __init__(self, model: nn.Module, chunk_mib: int = 256, modality: ActorModality | None = None) -> None:
+    def __init__(self, model: nn.Module | str | Path, chunk_mib: int = 256, modality: ActorModality | None = None,
+                 **options: Any) -> None:
+        if not isinstance(model, nn.Module):  # by name: the loader makes actors
+            vars(self).update(vars(resolve_name("lightrft.models.by_path:load_at")(str(model), options)))
+            return
         super().__init__(model, modality)
         self.chunk_mib = chunk_mib
+        self.made_with: dict[str, Any] = {}
 
     def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False, read: Read | None = None,
                 vocab: int | None = None) -> tuple[Tensor | None, ...]:

@@ -5,6 +5,7 @@ of one global loss), parameters have their Hugging Face names, and world size 1 
 """
 import math
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -93,8 +94,9 @@ class StrategyBase(ABC):
     distributed: bool = False  # True while there is a process group
     plans: bool = False  # True where models have no values, and nothing computes
 
-    def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
-        self.cfg, self.bf16 = cfg, bf16
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False) -> None:
+        self.cfg, self.bf16 = cfg or StrategyConfig(), bf16
+        self.args: Namespace | None = None  # of a script that parses its command line itself
         self.host = HostBuffers()  # of offloaded weights
 
     # -- life ---------------------------------------------------------------------------------------------------------

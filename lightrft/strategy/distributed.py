@@ -175,7 +175,7 @@ def shard_mesh(device_type: str, world_size: int, shard_size: int = 0) -> Device
 class DistributedStrategy(StrategyBase):
     """A strategy on the process group of torchrun, or on a group of a single rank."""
 
-    def __init__(self, cfg: StrategyConfig, bf16: bool = False) -> None:
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False) -> None:
         super().__init__(cfg, bf16)
         self._owns_group = False
         self._gathers, self._exchanges = collectives.ObjectExchange(), collectives.ObjectExchange()  # sizes differ

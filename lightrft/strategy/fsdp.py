@@ -123,7 +123,7 @@ class FSDPV2Strategy(DistributedStrategy):
     micro-batch or after the last one (--grad_sync).
     """
 
-    def __init__(self, cfg: StrategyConfig, bf16: bool = False, wrap: WrapPolicy | None = None) -> None:
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, wrap: WrapPolicy | None = None) -> None:
         super().__init__(cfg, bf16)
         self.wrap = wrap or WrapPolicy()
         self._placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()

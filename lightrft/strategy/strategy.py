@@ -1,5 +1,6 @@
 """Choice of the strategy, and the strategy of one process; each other backend is imported only when it is chosen."""
 import os
+from argparse import Namespace
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -7,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrft.config.namespace import config_of
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared, StrategyBase, named_in
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
-from lightrft.utils.errors import UserError
+from lightrft.utils.env import World
+from lightrft.utils.errors import end_in_one_line, UserError
 from lightrft.utils.gpu import rank_device
 from lightrft.utils.launcher import adopt_launcher
+from lightrft.utils.logging import silent
 
 REDUCE_OPS = ("sum", "max", "min")
 
@@ -74,17 +78,21 @@ class SingleProcessStrategy(StrategyBase):
 FakeStrategy = SingleProcessStrategy  # its name in LightRFT
 
 
-def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
+def get_strategy(cfg: StrategyConfig | Namespace, *, bf16: bool = False) -> StrategyBase:
     """Create the strategy that ``cfg.strategy`` names, not yet set up.
 
     Args:
-        cfg: the options; "auto" is fsdp when torchrun started more than one rank, else single.
+        cfg: the options; "auto" is fsdp when torchrun started more than one rank, else single. The namespace of a
+            script's own parser (:func:`lightrft.utils.cli_args.add_arguments`) stands for those in it; the trainer
+            reads the others from it and sets the strategy up.
         bf16: compute in bfloat16; master weights, gradients' sums and optimizer state stay float32.
 
     Raises:
         ValueError: an unknown name, or "single" under torchrun with more than one rank.
     """
     adopt_launcher()
+    if isinstance(cfg, Namespace):
+        return _of_namespace(cfg)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     name = cfg.resolved(world_size)
     if name == "single":
@@ -101,3 +109,14 @@ def get_strategy(cfg: StrategyConfig, *, bf16: bool = False) -> StrategyBase:
         from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
         return DeepspeedStrategy(cfg, bf16)
     raise UserError(f"unknown strategy {name!r}; known: auto, single, fsdp, deepspeed")
+
+
+def _of_namespace(args: Namespace) -> StrategyBase:
+    """Create the strategy of a script that parses its command line itself; its rank is known before it is set up."""
+    end_in_one_line()
+    with silent():  # the trainer tells what it makes of them
+        config, world = config_of(args).config, World.from_env()
+    strategy = get_strategy(config.placement, bf16=bool(config.model.bf16))
+    strategy.args = args
+    strategy.rank, strategy.local_rank, strategy.world_size = world.rank, world.local_rank, world.world_size
+    return strategy

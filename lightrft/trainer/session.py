@@ -43,7 +43,8 @@ class Session:
 
 
 @contextmanager
-def training_session(parsed: ParsedConfig, exits: bool = True, trial: TrialContext = DEFAULT) -> Iterator[Session]:
+def training_session(parsed: ParsedConfig, exits: bool = True, trial: TrialContext = DEFAULT,
+                     strategy: StrategyBase | None = None) -> Iterator[Session]:
     """Check the configuration, set it up on all ranks, and tear it down cleanly.
 
     ``--dry_run`` prints the configuration and exits with 0; an impossible configuration exits with 2, both before any
@@ -54,12 +55,13 @@ def training_session(parsed: ParsedConfig, exits: bool = True, trial: TrialConte
     it has saved.
 
     With ``exits`` False, as in a notebook, errors are raised as they are, and a stop request becomes a
-    ``KeyboardInterrupt``. ``trial`` says what a dry run tries (:func:`lightrft.trainer.trial.try_inputs`).
+    ``KeyboardInterrupt``. ``trial`` says what a dry run tries (:func:`lightrft.trainer.trial.try_inputs`). ``strategy``
+    is one that the program has made, by default that of the options; the session sets it up.
     """
     with exit_on_config_error(parsed.prog) if exits else nullcontext(), parsed.own_words():
         check_together(parsed, trial)
     with signal_handlers():
-        yield from _session(parsed, exits)
+        yield from _session(parsed, exits, strategy)
     if exits and stop_exit_code():
         raise SystemExit(stop_exit_code())
     if stop_exit_code():
@@ -67,10 +69,11 @@ def training_session(parsed: ParsedConfig, exits: bool = True, trial: TrialConte
         raise KeyboardInterrupt
 
 
-def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
+def _session(parsed: ParsedConfig, exits: bool, made: StrategyBase | None) -> Iterator[Session]:
     config, world, timer = parsed.config, World.from_env(), Timer()
     with exit_on_config_error(parsed.prog) if exits else nullcontext():
         strategy = get_strategy(config.placement, bf16=bool(config.model.bf16))
+        strategy = strategy if made is None else _settled_as(strategy, made)
         strategy.setup()
     timer.gauge = partial(used_memory_gib, strategy.device)
     if strategy.device.type == "cuda":
@@ -88,6 +91,16 @@ def _session(parsed: ParsedConfig, exits: bool) -> Iterator[Session]:
         finally:
             gc.unfreeze()
     strategy.teardown()
+
+
+def _settled_as(strategy: StrategyBase, made: StrategyBase) -> StrategyBase:
+    """Give ``made`` the options of ``strategy``, which are settled for this machine, and return it."""
+    if type(made) is not type(strategy):
+        raise UserError(
+            f"the strategy is a {type(made).__name__}, and the options ask for a {type(strategy).__name__}. "
+            "Remedy: get_strategy(args)")
+    made.cfg, made.bf16 = strategy.cfg, strategy.bf16
+    return made
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from pkgutil import resolve_name
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -58,10 +59,11 @@ class Models:
     reference: nn.Module | Builder | None = None
 
 
-def build_models(config: Config, strategy: StrategyBase) -> Models:
+def build_models(config: Config, strategy: StrategyBase, own: Models | None = None) -> Models:
     """Choose the models that the options need: the actor, the critic for GAE, the reference for a KL coefficient.
 
-    They are built when the trainer prepares them, so that a rank never holds more than one unsharded model.
+    They are built when the trainer prepares them, so that a rank never holds more than one unsharded model. Models that
+    the program has made, ``own``, are taken in place of theirs.
 
     Raises:
         ValueError: lengths beyond the policy's context.
@@ -69,7 +71,8 @@ def build_models(config: Config, strategy: StrategyBase) -> Models:
     rollout = config.rollout
     check_context(config.model.pretrain, prompt_max_len=rollout.prompt_max_len,
                   generate_max_len=rollout.generate_max_len)
-    return needed_models(config)
+    needed = needed_models(config)
+    return needed if own is None else Models(own.actor, own.critic or needed.critic, own.reference or needed.reference)
 
 
 def needed_models(config: Config) -> Models:
@@ -215,7 +218,15 @@ class SPMDPPOTrainer(PPOTrainer):
         environment: answers responses, which then resume with another turn (default: one turn).
         media: source of the pictures, videos and sounds of the prompts.
         pretraining: rows of :func:`lightrft.trainer.pretraining_loss.read_pretraining`, whose loss joins the policy's.
+
+    With a strategy as the first argument it is a :class:`~lightrft.trainer.by_hand.TrainerByHand`, which takes the
+    arguments of LightRFT's trainer: ``SPMDPPOTrainer(strategy, actor).fit()``.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SPMDPPOTrainer":
+        """Choose the class for the arguments, as the paths of :mod:`pathlib` do."""
+        by_hand = cls is SPMDPPOTrainer and ("actor" in kwargs or isinstance(next(iter(args), None), StrategyBase))
+        return super().__new__(resolve_name("lightrft.trainer.by_hand:TrainerByHand") if by_hand else cls)
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
                  prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,

@@ -1,0 +1,9 @@
+"""Helpers that the whole package uses. The public names load their home module on first use."""
+from lightrft.utils.registry import lazy_exports
+
+_HOMES = {
+    "Timer": "lightrft.utils.timer",
+    "add_arguments": "lightrft.utils.cli_args",
+}
+__all__ = sorted(_HOMES)
+__getattr__ = lazy_exports(__name__, _HOMES)

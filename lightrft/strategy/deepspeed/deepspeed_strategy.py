@@ -118,7 +118,7 @@ class DeepspeedStrategy(DistributedStrategy):
     after every micro-batch, before that after the last one of a step.
     """
 
-    def __init__(self, cfg: StrategyConfig, bf16: bool = False, sizes: Sizes | None = None) -> None:
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, sizes: Sizes | None = None) -> None:
         super().__init__(cfg, bf16)
         self.sizes = sizes or Sizes()
         self.engines: dict[nn.Module, Any] = {}
