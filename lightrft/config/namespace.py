@@ -1,4 +1,4 @@
-"""The options of a script that parses its command line itself: ``argparse`` namespace -> option tree with provenance."""
+"""Options of a script that parses its command line itself: ``argparse`` namespace -> option tree with provenance."""
 import argparse
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -37,8 +37,8 @@ def config_of(args: argparse.Namespace, keywords: Mapping[str, Any] | None = Non
     flags = {name: value for name, value in values.items() if name in written}
     own = _differing(keywords or {}, values, tree)
     merged = {name: option.default for name, option in known.items()} | values | own
-    script = {name: value for name, value in values.items()
-              if name not in written and value != known[name].default and known[name].is_read(merged, known)}  # yapf: disable
+    read = {name for name, option in known.items() if option.is_read(merged, known)}
+    script = {name: value for name, value in values.items() if name in read - written and value != known[name].default}
     if problems:
         raise ConfigError(problems)
     resolved, provenance = resolve(tree, script, [Layer("flag", flags), Layer("keyword", own)])
