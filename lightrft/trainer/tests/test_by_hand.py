@@ -104,7 +104,8 @@ def test_defaults_of_a_script_for_what_nothing_reads_do_not_count(caplog: pytest
     """LightRFT's script has its 120 flags itself."""
     theirs = argparse.Namespace(overlong_buffer=False, overlong_buffer_len=1024, freezing_actor_steps=-1, ptx_coef=0.05,
                                 freeze_prefix=True, target_modules="all-linear", adam_betas=(0.9, 0.95),
-                                enable_ema=True, fsdp=True, strategy="auto", use_wandb=None, prompt_data_probs="1.0")  # yapf: disable
+                                enable_ema=True, fsdp=True, strategy="auto", use_wandb=None,
+                                prompt_data_probs="1.0")  # yapf: disable
     config = config_of(theirs).config
     assert config.reward.overlong_buffer_len != 1024 and config.train.freezing_actor_steps == 0
     assert config.model.freeze_prefix == ["visual?"] and config.strategy.strategy == "fsdp"
