@@ -77,10 +77,13 @@ def find_media(rows: Rows, chats: list[list[Message]], cfg: MediaConfig, takes: 
     """
     for notice in (*other_kinds(cfg), *plain_marks(rows, chats, cfg, takes)):
         warn_of_all(notice)
-    rules, errors = MediaRules.of(cfg), []
+    rules, errors, columns = MediaRules.of(cfg), [], media_columns(cfg) | {"objects"}
     of_file = lru_cache(rules.for_rows_of)
     found: list[Chat | None] = []
     for i, (row, chat) in enumerate(zip(rows.rows, chats, strict=True)):
+        if not new_system and columns.isdisjoint(row) and all(isinstance(turn.get("content"), str) for turn in chat):
+            found.append((chat, []))  # most rows of most data: texts without a column that could fill a position
+            continue
         try:
             if new_system:
                 _check_system(row, cfg, rows.where(i))
