@@ -93,6 +93,7 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
 GRANTED_WITHOUT: dict[str, tuple[str, str]] = {
     "rm_use_engine": ("reward_pretrain", "there is no reward model"),
     "rm_engine_cudagraph": ("reward_pretrain", "there is no reward model"),
+    "rm_engine_tp": ("reward_pretrain", "there is no reward model"),
 }
 _DENIED = ("false", "0", "no", "off", "none", "eager")  # values that ask for the opposite
 
@@ -100,6 +101,7 @@ REFUSED: dict[str, str] = {
     # rollout engines
     "rm_use_engine": _RM_ENGINE,
     "rm_engine_cudagraph": _RM_ENGINE,
+    "rm_engine_tp": _RM_ENGINE,
     "max_len": "use --prompt_max_len and --generate_max_len",
     "micro_batch_size": "the engine decides how many sequences it runs at once; --engine_max_seqs bounds them",
     "repetition_penalty": "responses are drawn from the model's own distribution; drop the flag",
@@ -164,6 +166,7 @@ REFUSED: dict[str, str] = {
     "seq_kd": _STUDENT,
     "use_cpg_loss": "use --policy_loss cpgd, which has the drift term, or --recipe cpgd",
     "use_gspo": "it never had an effect; use --policy_loss gspo, or --recipe gspo",
+    "use_gmpo": "use --policy_loss gmpo, or --recipe gmpo",
     "normalize_advantages": _ADVANTAGE,
     "use_sequence_rewards": _ADVANTAGE,
     # output

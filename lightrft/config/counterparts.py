@@ -249,6 +249,8 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--kl_target, which makes the coefficient adaptive": ("algorithm.kl_ctrl.type", ),
     "--kl_horizon": ("algorithm.kl_ctrl.horizon", ),
     _CLIP: ("clip_range", "clip_eps"),
+    "--eps_clip": ("clip_ratio_low", ),
+    "--eps_clip_high": ("clip_ratio_high", ),
     "--entropy_coef": ("entropy_coeff", "entropy_loss_coef"),
     "--max_norm": ("grad_clip", "clip_grad", "max_grad"),
     "--lr_warmup_ratio": ("lr_warmup_steps_ratio", ),

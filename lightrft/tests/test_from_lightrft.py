@@ -2,7 +2,10 @@
 import json
 import os
 import re
+import runpy
+import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,28 +13,29 @@ import torch
 
 from lightrft.cli.train import main
 from lightrft.config.cli import parse_config
-from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, GRANTED_WITHOUT, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED
 from lightrft.config.schema import Config
-from lightrft.config.tests.test_cli import ORIGINAL
-from lightrft.config.tree import options
+from lightrft.config.tree import flatten
 from lightrft.models.loss import PolicyLoss
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.workers.user_file import scorer_of
 from lightrft.tests.support import tiny
+from lightrft.tests.support.lightrft_flags import Asked, FLAGS
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split("## LightRFT")[1].split("\n## ")[0]
-# run_grpo_gsm8k_qwen2.5_0.5b.sh, but for paths and sizes
-LINE = """--pretrain {home}/model --save_trajectories --advantage_estimator group_norm --fsdp --use_kl_loss --flash_attn
---rm_use_engine --reward_pretrain {{}} --save_path {home}/run --ckpt_path {home}/run --micro_train_batch_size 4
---train_batch_size 10 --micro_rollout_batch_size 4 --rollout_batch_size 4 --max_epochs 1 --num_episodes 30
---lr_warmup_ratio 0.03 --n_samples_per_prompt 5 --prompt_max_len 64 --generate_max_len 8 --zero_stage 3 --bf16
+ROWS = dict(re.findall(r"^\| `--(\w+).*?` \| (.+) \|$", PAGE.split("| why not")[1], re.MULTILINE))
+# the launch line of run_grpo_gsm8k_qwen2.5_0.5b.sh, but for paths and the words of the system prompt
+LINE = r"""--pretrain {home}/model --save_trajectories --advantage_estimator group_norm --fsdp --use_kl_loss
+--flash_attn --rm_use_engine --reward_pretrain {{}} --save_path {home}/run --ckpt_path {home}/run --micro_train_batch_size 4
+--train_batch_size 128 --micro_rollout_batch_size 4 --rollout_batch_size 128 --max_epochs 1 --num_episodes 30
+--lr_warmup_ratio 0.03 --n_samples_per_prompt 5 --prompt_max_len 1024 --generate_max_len 2048 --zero_stage 3 --bf16
 --actor_learning_rate 1e-6 --init_kl_coef 0.01 --kl_estimator k3 --prompt_data {home}/data --input_key prompt
 --label_key label --eval_steps 20 --eval_split test --max_eval_samples 1319 --apply_chat_template
---gradient_checkpointing --save_steps 20 --max_ckpt_num 3 --engine_type sglang --engine_mem_util 0.6 --engine_tp_size 2
---enable_engine_sleep --system_prompt Think. --l2 1.0e-2 --freeze_prefix --adam_offload --text_only
---use_wandb SECRET_KEY --wandb_project P --wandb_run_name R"""
+--gradient_checkpointing --save_steps 20 --max_ckpt_num 3 --engine_type sglang --engine_mem_util 0.6
+--engine_tp_size 2 --enable_engine_sleep --system_prompt 'Think in <think></think>, then answer in \\boxed{{}}.'
+--l2 1.0e-2 --freeze_prefix --adam_offload --text_only --use_wandb SECRET_KEY --wandb_project P --wandb_run_name R"""
 NOTICES = ("--flash_attn has no effect", "--rm_use_engine has no effect: there is no reward model",
            "--reward_pretrain {} has no effect", "--freeze_prefix without a value means --freeze_prefix visual?",
            "--text_only has no effect", "--use_wandb: its value is the key",
@@ -41,22 +45,23 @@ NOTICES = ("--flash_attn has no effect", "--rm_use_engine has no effect: there i
 @pytest.fixture(name="line")
 def line_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words of the launch line, for a tiny model and a folder of two splits."""
-    tiny.save_model(tmp_path / "model")
+    tiny.save_model(tmp_path / "model", max_position_embeddings=3072)
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "reward_model": {"ground_truth": str(n + 1)},
-                 "extra_info": {"label": "gsm8k_rule"}} for n in range(4)]  # yapf: disable
+                 "extra_info": {"label": "gsm8k_rule"}} for n in range(128)]  # yapf: disable
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     monkeypatch.setenv("WANDB_API_KEY", "")
-    return LINE.format(home=tmp_path).split()
+    return shlex.split(LINE.format(home=tmp_path))
 
 
 def test_the_launch_line_is_planned_as_it_is_printed(line: list[str], capsys: pytest.CaptureFixture[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flag that asks for nothing has one line; the key of W&B reaches its client, and no record."""
     monkeypatch.setattr(sys, "argv", ["train.py", *line, "--use_wandb=SECRET_KEY"])
+    defaults = runpy.run_path(str(ROOT / "examples" / "gsm8k_geo3k" / "train_colocate.py"))["DEFAULTS"]
     with pytest.raises(SystemExit) as end:
-        main([*line, "--dry_run", "--plan_gpus", "2x80"])
+        main([*line, "--dry_run", "--plan_gpus", "8x80"], defaults)
     out, err = capsys.readouterr()
     assert end.value.code == 0, err
     for notice in NOTICES:
@@ -87,11 +92,50 @@ def test_what_follows_from_a_refused_flag_is_no_further_problem(capsys: pytest.C
     assert "--pretrain is missing" not in err
 
 
-def test_the_page_has_every_refused_flag_with_the_reason_of_the_error() -> None:
-    taken = {*options(Config), *ALIASES, *GRANTED, *GRANTED_VALUES, *GRANTED_WITHOUT}
-    rows = re.findall(r"^\| `--(\w+)` \| (.+) \|$", PAGE.split("| why not")[1], re.MULTILINE)
-    told = {name: text.replace("`", "") for name, text in rows}
-    assert told == {name: REFUSED[name] for name in ORIGINAL if name not in taken and name != "local_rank"}
+@pytest.mark.parametrize("asked", FLAGS, ids=lambda asked: asked.name)
+def test_each_of_its_flags_has_its_outcome(asked: Asked, capsys: pytest.CaptureFixture[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken without a word, accepted with one line, or refused with the words of the page."""
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    words = [f"--{asked.name}", *asked.words]
+    if asked.outcome == "refused":
+        err = refused(words, capsys)
+        assert told(asked.name) in err and "unknown flag" not in err and "did you mean" not in err
+        return
+    parsed = parse_config(words)
+    err = capsys.readouterr().err
+    if asked.outcome == "notice":
+        assert err.count("\n") == 1 and f" --{asked.name}" in err and f"`--{asked.name}" in PAGE
+        return
+    option, value = ALIASES.get(asked.name, (asked.name, None))
+    assert parsed.provenance[option] == "flag" and not err
+    assert value is None or flatten(parsed.config)[option] == value
+
+
+@pytest.mark.parametrize("name", [asked.name for asked in FLAGS if asked.name in GRANTED])
+def test_the_opposite_of_what_always_holds_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"--{name} is not an option here: {GRANTED[name]}" in refused([f"--{name}", "false"], capsys)
+
+
+def test_the_page_counts_its_flags_and_has_a_row_for_each_that_is_refused() -> None:
+    outcomes = Counter(asked.outcome for asked in FLAGS)
+    assert (
+        f"Of {len(FLAGS)} flags of its `train_colocate.py`, {outcomes['taken']} are taken, {outcomes['notice']} are "
+        f"accepted with a line, {outcomes['refused']} are refused") in PAGE
+    assert set(ROWS) == {asked.name for asked in FLAGS if asked.outcome == "refused"}
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error of a command line that is refused."""
+    with pytest.raises(SystemExit) as end:
+        parse_config(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def told(name: str) -> str:
+    """What the page says of a refused flag."""
+    return ROWS[name].replace("`", "")
 
 
 @pytest.mark.parametrize("words,problem", [("--sp_size 2", True), ("--sp_size 1", False), ("--chunk_size 4096", False),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, GRANTED_WITHOUT, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED, REFUSED
 from lightrft.config.files import to_yaml
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.rm_schema import RMConfig
@@ -17,7 +17,6 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConfig
 from lightrft.config.sft_schema import SFTConfig
-from lightrft.config.shared_schema import grants
 from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
 from lightrft.tests.support.option_values import every_option, other_value, words
 from lightrft.utils.cli_args import add_arguments
@@ -29,33 +28,8 @@ CASES = [
     if not option.preset
 ]
 
+
 # section 2.1 and 2.2 of the original's command line
-ORIGINAL = """
-engine_tp_size engine_mem_util enable_engine_sleep disable_engine_sleep packing_samples sp_size fsdp use_mp_opt
-fsdp_cpu_offload log_dir plot_every rm_use_engine rm_engine_cudagraph mixed_mm_data fused_linear_logprob
-chunk_size engine_type text_only save_path save_steps save_hf_ckpt disable_ds_ckpt ckpt_path max_ckpt_num
-max_ckpt_mem load_checkpoint save_trajectories num_trajectories_to_save mark_high_entropy_tokens
-trajectory_analysis print_replay_buffer_stats logging_steps eval_steps num_episodes max_epochs
-rollout_batch_size micro_rollout_batch_size n_samples_per_prompt train_batch_size micro_train_batch_size
-prompt_max_len generate_max_len max_len max_samples max_eval_samples temperature top_p use_fire
-first_token_temperature actor_learning_rate critic_learning_rate lr_warmup_ratio adam_betas l2 max_norm ptx_coef
-aux_loss_coef freezing_actor_steps freeze_prefix enable_ema advantage_estimator eps_clip value_clip gamma lambd
-init_kl_coef kl_target kl_estimator use_kl_loss use_cpg_loss use_gspo normalize_advantages use_sequence_rewards
-loss_agg_mode high_entropy_token_ratio reward_running_norm reward_running_norm_minus_mean reward_clip
-advantage_clip advantages_norm dynamic_sampling overlong_buffer overlong_buffer_len
-overlong_buffer_penalty_factor normalize_reward_for_critic seed local_rank zero_stage zpg bf16
-gradient_checkpointing gradient_checkpointing_use_reentrant adam_offload actor_init_on_gpu flash_attn
-grad_accum_dtype overlap_comm disable_fast_tokenizer disable_logprobs_flashattn no_shard_vit meta_init
-initial_model_shard_size load_in_4bit lora_rank lora_alpha lora_dropout target_modules pretrain critic_pretrain
-reward_pretrain remote_rm_url value_head_prefix save_value_network prompt_data prompt_data_probs prompt_split
-eval_data eval_split pretrain_data pretrain_data_probs pretrain_split input_key images_key reference_key
-label_key input_template apply_chat_template system_prompt use_wandb wandb_org wandb_group wandb_project
-wandb_run_name use_tensorboard use_ms limit_mm_image_per_prompt
-""".split()
-
-ASKED = {"sp_size": ["1"], "chunk_size": ["4096"], "grad_accum_dtype": ["fp32"]}  # values that ask for what holds
-
-
 def fails(capsys: pytest.CaptureFixture[str], argv: list[str], **kwargs: Any) -> str:
     with pytest.raises(SystemExit) as exit_info:
         parse_config(argv, "prog", **kwargs)
@@ -107,32 +81,6 @@ def test_the_ranks_of_the_launcher_of_deepspeed(monkeypatch: pytest.MonkeyPatch,
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     parse_config(["--local_rank=1", "--seed", "3"])
     assert World.from_env() == World(3, 1, 4, 2)
-
-
-@pytest.mark.parametrize("name", ORIGINAL)
-def test_every_original_flag_is_an_option_an_alias_or_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name in options(Config):
-        return
-    if name in grants(Config):
-        parse_config([f"--{name}", "1"])
-        assert f"--{name} has no effect: " in capsys.readouterr().err
-        return
-    if name in ALIASES:
-        target, value = ALIASES[name]
-        assert flatten(parse_config([f"--{name}"]).config)[target] == value, "the alias translates"
-        return
-    if name in GRANTED_WITHOUT:
-        option, reason = GRANTED_WITHOUT[name]
-        parse_config([f"--{name}"])
-        assert f"--{name} has no effect: {reason}" in capsys.readouterr().err
-        assert f"--{name} is not an option here: {REFUSED[name]}" in fails(capsys, [f"--{name}", f"--{option}", "a"])
-        return
-    facts, taken = GRANTED | {flag: fact for flag, (_, fact) in GRANTED_VALUES.items()}, ASKED.get(name, ["true"])
-    if name in facts:
-        parse_config([f"--{name}", *taken])
-        assert f"--{name} has no effect: {facts[name]}" in capsys.readouterr().err
-    err = fails(capsys, [f"--{name}", "false" if name in facts else "1"])
-    assert f"--{name} is not an option here: " in err and (facts | REFUSED)[name] in err, err
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *GRANTED])
