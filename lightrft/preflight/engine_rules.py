@@ -146,7 +146,7 @@ def _shorter_stages(entries: list[str], flag: str) -> Iterator[str]:
 
 def shared_engine(engine: EngineConfig, world_size: int, local_ranks: int) -> Iterator[str]:
     """Yield the problems of ranks that share an engine: they divide the ranks of the run, and those of each machine."""
-    tp_size, count = engine.engine_tp_size, engine.engine_count or 1
+    tp_size, count = engine.engine_tp_size, engine.engine_count or 0
     if count * tp_size > world_size > 0:
         yield (f"--engine_count {count}: {count} engines of --engine_tp_size {tp_size} need {count * tp_size} ranks, "
                f"and the run has {world_size}; start more (torchrun --nproc-per-node), or nearest valid value: "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
-from lightrft.config.compat import ALIASES, GRANTED, GRANTED_VALUES, REFUSED
+from lightrft.config.compat import ALIASES, GRANTED, REFUSED
 from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, DataConfig
@@ -26,6 +26,7 @@ from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of
 from lightrft.tests.support import tiny
+from lightrft.tests.support.lightrft_flags import FLAGS
 from lightrft.tests.test_layering import LAYERS
 from lightrft.trainer.checks.first_step import FIRST_KL, FIRST_RATIO
 from lightrft.trainer.checks.tripwires import PATIENCE
@@ -54,7 +55,7 @@ def test_flags_modules_and_files_that_are_named_exist(page):
               "--logdir", "--gpus", "--node-rank", "--master-addr", "--local_save_dir", "--repo-type", "--local-dir",
               "--no-build-isolation", "--index-url", "--first_step", "--one_question")
     for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
-        assert re.search(rf"\b{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"
+        assert re.search(rf"\b(no_)?{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"
     for path in re.findall(r"\b(?:lightrft|examples|benchmarks)/[\w/.]+\.\w+", text):
         assert (ROOT / path).exists(), f"{page}: {path}"
     for module in re.findall(r"-m (lightrft[\w.]+)", text):
@@ -258,5 +259,4 @@ def test_flags_of_openrlhf_that_are_read():
 
 def test_flags_of_the_original_that_are_translated():
     flags = {flag for row in tables_of("LightRFT") for flag in re.findall(r"`--(\w+)`", row[1])}
-    read_otherwise = {"eval_split", "eval_data", "freeze_prefix", "zero_stage"}  # options
-    assert ALIASES.keys() <= flags <= {*REFUSED, *GRANTED, *GRANTED_VALUES, *ALIASES, *read_otherwise}
+    assert ALIASES.keys() <= flags <= {*REFUSED, *GRANTED} | {asked.name for asked in FLAGS}

@@ -28,7 +28,8 @@ PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split("## 
 ROWS = dict(re.findall(r"^\| `--(\w+).*?` \| (.+) \|$", PAGE.split("| why not")[1], re.MULTILINE))
 # the launch line of run_grpo_gsm8k_qwen2.5_0.5b.sh, but for paths and the words of the system prompt
 LINE = r"""--pretrain {home}/model --save_trajectories --advantage_estimator group_norm --fsdp --use_kl_loss
---flash_attn --rm_use_engine --reward_pretrain {{}} --save_path {home}/run --ckpt_path {home}/run --micro_train_batch_size 4
+--flash_attn --rm_use_engine --reward_pretrain {{}}
+--save_path {home}/run --ckpt_path {home}/run --micro_train_batch_size 4
 --train_batch_size 128 --micro_rollout_batch_size 4 --rollout_batch_size 128 --max_epochs 1 --num_episodes 30
 --lr_warmup_ratio 0.03 --n_samples_per_prompt 5 --prompt_max_len 1024 --generate_max_len 2048 --zero_stage 3 --bf16
 --actor_learning_rate 1e-6 --init_kl_coef 0.01 --kl_estimator k3 --prompt_data {home}/data --input_key prompt

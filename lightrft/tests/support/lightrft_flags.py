@@ -22,7 +22,7 @@ aux_loss_coef 0, freezing_actor_steps -1, advantage_estimator group_norm, eps_cl
 lambd 0.95, init_kl_coef 0.01, kl_target 6, kl_estimator k3, use_kl_loss, loss_agg_mode seq-mean-token-mean
 high_entropy_token_ratio 0.2, reward_running_norm, reward_running_norm_minus_mean, reward_clip 0.0, advantage_clip 0.0
 advantages_norm, dynamic_sampling, overlong_buffer, overlong_buffer_len 1024, overlong_buffer_penalty_factor 1.0
-seed 42, zero_stage 3, zpg 1, bf16, gradient_checkpointing, adam_offload, overlap_comm, initial_model_shard_size 8
+seed 42, zpg 1, bf16, gradient_checkpointing, adam_offload, overlap_comm, initial_model_shard_size 8
 lora_rank 128, lora_alpha 256, lora_dropout 0, target_modules all-linear, pretrain Qwen/Qwen2.5-0.5B-Instruct
 critic_pretrain Qwen/Qwen2.5-VL-7B-Instruct, remote_rm_url http://localhost:5000/get_reward, value_head_prefix score
 save_value_network, prompt_data path/to/gsm8k, prompt_data_probs 1.0, prompt_split train, eval_data path/to/gsm8k
@@ -35,7 +35,7 @@ _NOTICE = """
 packing_samples, sp_size 1, use_mp_opt, rm_use_engine, rm_engine_cudagraph, rm_engine_tp 2, mixed_mm_data
 fused_linear_logprob, chunk_size 4096, text_only, print_replay_buffer_stats, freeze_prefix, normalize_advantages
 use_sequence_rewards, local_rank 0, actor_init_on_gpu, flash_attn, grad_accum_dtype fp32, disable_logprobs_flashattn
-no_shard_vit, meta_init, reward_pretrain {}, use_wandb YOUR_WANDB_API_KEY
+no_shard_vit, meta_init, reward_pretrain {}, use_wandb YOUR_WANDB_API_KEY, zero_stage 3
 """
 _REFUSED = """
 log_dir logs, plot_every 10, mark_high_entropy_tokens, trajectory_analysis, max_len 3072, enable_ema, use_cpg_loss
