@@ -2,7 +2,7 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from lightrft.config.options import COUNT, NON_NEGATIVE, option
+from lightrft.config.options import COUNT, NON_NEGATIVE, option, PROBABILITY
 from lightrft.config.prompt_schema import RenderingConfig
 from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig,
@@ -14,10 +14,11 @@ from lightrft.config.tree import group
 class OfflineDataConfig(RenderingConfig):
     """Rows and their rendering."""
     COLUMNS: ClassVar[tuple[str, ...]] = ()  # options that name columns as those of the RL trainer do
-    train_data: list[str] = option([],
-                                   "training rows: file, folder or hub id, 'path@data_dir'; several are concatenated",
+    train_data: list[str] = option([], "training rows: file, folder or hub id, 'path@data_dir'; several are mixed",
                                    common=True, card="training data", path="rows",
                                    required="give a file, folder or hub id of the data")
+    train_data_probs: list[float] = option([], "mixing probability of each --train_data entry (default: concatenate)",
+                                           within=PROBABILITY, needs="train_data A,B")
     eval_data: list[str] = option([], "held-out rows; same forms as --train_data", free=True, common=True,
                                   card="held-out data", path="rows")
     train_split: str = option("train", "split of --train_data to use")
@@ -32,7 +33,8 @@ class OfflineDataConfig(RenderingConfig):
         """Convert to the data group of the RL trainer, which the data sets read; ``COLUMNS`` mean the same there."""
         names = [*(field.name for field in fields(RenderingConfig)), "eval_data", "eval_split", "max_samples"]
         shared = {name: vars(self)[name] for name in (*names, *self.COLUMNS)}
-        return DataConfig(**shared, prompt_data=self.train_data, prompt_split=self.train_split, max_eval_samples=0)
+        return DataConfig(**shared, prompt_data=self.train_data, prompt_data_probs=self.train_data_probs,
+                          prompt_split=self.train_split, max_eval_samples=0)
 
 
 @dataclass
@@ -58,8 +60,7 @@ class OfflineConfig(Tree):
     BATCH = "train_batch_size"
     LENGTHS = ("max_len", )
     TRAINING = "training on fixed data"
-    SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split"}
-    GRANTS = {"dataset_probs": (r"1(\.0*)?", "every source is used whole")}
+    SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split", "dataset_probs": "train_data_probs"}
     ROWS: ClassVar[str]  # the word for its rows
 
 

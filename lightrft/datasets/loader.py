@@ -22,8 +22,8 @@ SAMPLED = 64  # rows that identify a data set
 def check_probs(probs: Sequence[float], specs: Sequence[str]) -> None:
     """Require one non-negative probability per data set, with sum 1; raise ``ValueError`` otherwise."""
     if probs and (len(probs) != len(specs) or min(probs) < 0 or abs(sum(probs) - 1) > 1e-6):
-        raise UserError(f"--prompt_data_probs {list(probs)}: need {len(specs)} numbers >= 0, one per --prompt_data, "
-                        f"that sum to 1, for example {[round(1 / max(len(specs), 1), 4)] * len(specs)}")
+        raise UserError(f"mixing probabilities {list(probs)}: need {len(specs)} numbers >= 0, one per data set, that "
+                        f"sum to 1, for example {[round(1 / max(len(specs), 1), 4)] * len(specs)}")
 
 
 def apportion(total: int, shares: Sequence[float]) -> list[int]:

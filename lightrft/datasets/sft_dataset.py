@@ -1,8 +1,9 @@
 """Data set of demonstrations: token ids, and a loss mask of the assistant's text and its end-of-turn token."""
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, compress, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -231,6 +232,12 @@ class TokenizedDataset(MixedDataset[Item]):
     def fitting(self, rows: Rows, lengths: list[int]) -> list[int]:
         """Return the indices of the rows that are not too long."""
         return fitting(rows, lengths, self._max_len, self._renderer.cfg.overlong_prompt, self.LIMIT)
+
+    def leave_out(self, unwanted: Callable[[Item], bool]) -> None:
+        """Leave out the rows for which ``unwanted`` is true."""
+        wanted, bounds = [not unwanted(row) for row in self], accumulate(self.sizes, initial=0)
+        self.sizes = [sum(wanted[start:end]) for start, end in pairwise(bounds)]
+        self._rows = [*compress(self._rows, wanted)]
 
     def __len__(self) -> int:
         return len(self._rows)

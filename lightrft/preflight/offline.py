@@ -12,7 +12,7 @@ from lightrft.ops.preference import PAIR_LOSSES
 from lightrft.preflight.batches import batch_problems
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import frozen_bytes, micro_batch_tokens, teacher_bytes
-from lightrft.preflight.shared_rules import evaluations, rendering, writable
+from lightrft.preflight.shared_rules import evaluations, probabilities, rendering, writable
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rollout.engines import ByPhase
 from lightrft.strategy.memory import ModelSize
@@ -27,6 +27,7 @@ class OfflinePreflight(TrainingPreflight):
         yield from super().problems(world_size, cuda, local_ranks)
         d, t = self.config.data, self.config.train
         yield from rendering(d)
+        yield from probabilities("train_data", d.train_data_probs, len(d.train_data))
         yield from batch_problems(self.config, world_size)
         yield from evaluations(self.config, t.eval_steps)
         yield from self.own_problems()

@@ -63,7 +63,7 @@ SAME = {"model", "dataset", "num_train_epochs", "save_total_limit", "max_length"
         "num_iterations", "loss_type"}  # yapf: disable
 OTHER = {"ds.param_dtype", "logger.wandb.key", "train.dynamic_batch_enable",
          "train.async_enable", "algo.advantage.is_correction_enable", "actor.eps_clip_low_high",
-         "reward.clip_range", "reward.normalize_enable", "data.dataset_probs",
+         "reward.clip_range", "reward.normalize_enable",
          "algo.dynamic_filtering_enable"}  # yapf: disable
 """Plain flags whose remedy takes the same value, and dotted ones whose remedy does not."""
 MANUAL = {

@@ -18,7 +18,7 @@ from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.datasets.columns import report_columns
 from lightrft.datasets.decoding import decode
-from lightrft.datasets.loader import check_batch
+from lightrft.datasets.loader import apportion, check_batch, MixedDataset
 from lightrft.datasets.media import KINDS, MediaError, MediaRules
 from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_rows import count_media, find_row_media, plain_marks
@@ -92,15 +92,17 @@ def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iter
     tokenizer = yield from _tokenizer(path, data.chat_template, context)
     examples: dict[str, Sequence[Any]] = {"train": [], "eval": []}
     media = None if tokenizer is None else open_media(path, tokenizer, data.as_data_config())
-    local = replace(config, data=replace(data, train_data=train, eval_data=held_out))
+    whole = train == data.train_data and tokenizer is not None
+    probs = data.train_data_probs if whole else []
+    local = replace(config, data=replace(data, train_data=train, train_data_probs=probs, eval_data=held_out))
     for split, entries in (("train", train), ("eval", held_out)):
         if entries and tokenizer is not None:
             examples[split] = context.trainer.read(local, tokenizer, split, media)
             yield _counted(len(examples[split]), ", ".join(entries), split)
+            yield from _mixed(entries, examples[split])
             yield from preview(examples[split][0], tokenizer) if split == "train" else ()
     if media is not None and (first := media.try_first()):
         yield f"media: {first} can be read"
-    whole = train == data.train_data and tokenizer is not None
     fits = yield from _ends_at_its_start(partial(_check_rows, config,
                                                  len(examples["train"]) if whole else None), context)
     if (yield from models_are_here(config, context.elsewhere)):
@@ -175,6 +177,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
     if read.tokenizer is not None and beside and not lines[:-len(beside)]:
         learning = Learning(whole=config.ptx.pretrain_mode)
         rows = PretrainingDataset(ptx, read.tokenizer, config.pretrain_len, media=read.media, learning=learning)
+        yield from _mixed(ptx.prompt_data, rows)
         yield from preview(rows[0], read.tokenizer)
     here = yield from models_are_here(config, context.elsewhere)
     if not all(map(model_is_here, parse_models(config.reward.reward_pretrain).values())):
@@ -263,6 +266,7 @@ def _generated(config: Config, splits: list[str], found: Found, context: TrialCo
         read.later |= prompts is None
         read.prompts[split] = prompts or []
         read.rows[split] = len(read.prompts[split]) or read.rows[split]
+        yield from _mixed(data.prompt_data, read.prompts[split])
         if prompts and split == splits[0] and not most:
             yield from preview(prompts[0], read.tokenizer)
     for _, record in [*found.values()][:1] if most else ():
@@ -382,6 +386,14 @@ def _decoded(rows: Rows, index: int, chat: list[Message], cfg: DataConfig) -> st
 
 def _later(entry: str) -> str:
     return f"data: {entry} is read from the hub when the run starts"
+
+
+def _mixed(entries: Sequence[str], rows: Sequence[Any]) -> Iterator[str]:
+    """Yield the rows of each entry that an episode draws, where probabilities mix them."""
+    if not isinstance(rows, MixedDataset) or not rows.probs:
+        return
+    for entry, size, count in zip(entries, rows.sizes, apportion(len(rows), rows.probs)):
+        yield f"data: {count:,} of the {len(rows):,} rows drawn in an epoch are of {entry}, which has {size:,}"
 
 
 def _counted(rows: int, entry: str, split: str) -> str:

@@ -56,7 +56,7 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (KTOConfig, "--data.label_key good", "here: --label_key"),
     (SFTConfig, "--num_train_epochs 2", "here: --max_epochs"),
     (SFTConfig, "--dataset_name a", "here: --train_data"),
-    (SFTConfig, "--dataset_probs 0.4,0.6", "here: no weights; a source that --train_data names twice counts twice"),
+    (SFTConfig, "--interleave_prob 0.4,0.6", "here: --train_data_probs"),
     (SFTConfig, "--num_generations 8", "unknown flag --num_generations"),
     (SFTConfig, "--prompt_data a", "prompt_data is an option of another command; here: --train_data"),
     (EvaluateConfig, "--reward math", "here: --score"),
@@ -142,13 +142,9 @@ def test_the_page_for_newcomers_and_the_answers_agree() -> None:
             assert name in ELSEWHERE or name in options(Config) or name == "sequence", name
 
 
-def test_a_value_of_another_manual_that_asks_for_what_holds_is_accepted(tmp_path: Path,
-                                                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_weights_of_sources_have_the_name_of_openrlhf() -> None:
     for tree in (SFTConfig, KTOConfig):
-        parse_config(["--dataset_probs", "1.0"], tree=tree)
-        assert "--dataset_probs has no effect: every source is used whole" in capsys.readouterr().err
-    (tmp_path / "c.yaml").write_text("dataset_probs: 1.0\n")
-    parse_config(["--config", str(tmp_path / "c.yaml")], tree=SFTConfig)
+        assert parse_config(["--dataset_probs", "0.3,0.7"], tree=tree).config.data.train_data_probs == [0.3, 0.7]
     assert parse_config(["--dataset_probs", "1.0"], tree=GenerateConfig).config.data.prompt_data_probs == [1.0]
 
 

@@ -13,6 +13,7 @@ SFT_FLIPS: dict[str, Flip] = {
     "lora_dropout": Flip(0.5, weights, LORA | TWO),
     "freeze_prefix": Flip(["model.embed_tokens"], weights),
     "train_data": Flip(["@chats", "@chats"], lambda seen: len(seen.run.lines), {"train_batch_size": 6, "max_steps": 0}),
+    "train_data_probs": Flip([0.1, 0.9], metric("sft/tokens"), {"train_data": ["@chats", "@turns"], "max_len": 300}),
     "eval_data": Flip(["@chats"], keys),
     "max_len": Flip(60, weights),
     "max_samples": Flip(4, weights),

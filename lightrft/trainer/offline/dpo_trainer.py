@@ -1,13 +1,11 @@
 """Training on pairs: direct preference optimization and related losses."""
-from collections.abc import Sequence
-
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.offline_schema import PairConfig
 from lightrft.config.preference_schema import DPOConfig
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.preferences import Pair
+from lightrft.datasets.preferences import Pair, PairDataset
 from lightrft.datasets.rows import DataError, place_of
 from lightrft.ops.preference import match_by_rank, ordered_rightly, PAIR_LOSSES, Pairs, token_mean_weights
 from lightrft.ops.segment import segment_sum
@@ -31,7 +29,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
 
     @classmethod
     def read(cls, config: PairConfig, tokenizer: PreTrainedTokenizerBase, split: str,
-             media: MediaStore | None) -> Sequence[Pair]:
+             media: MediaStore | None) -> PairDataset:
         """Read pairs, without ties.
 
         Raises:
@@ -49,7 +47,8 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
                             "rows, or use --pair_policy skip")
         if ties:
             warn_of_all(f"{len(ties)} of {len(rows)} pairs are ties: left out")
-        return [row for row in rows if not row.tie]
+            rows.leave_out(lambda row: row.tie)
+        return rows
 
     @property
     def needs_reference(self) -> bool:

@@ -86,7 +86,7 @@ class PairTrainer(OfflineTrainer[Pair]):
 
     @classmethod
     def read(cls, config: PairConfig, tokenizer: PreTrainedTokenizerBase, split: str,
-             media: MediaStore | None) -> Sequence[Pair]:
+             media: MediaStore | None) -> PairDataset:
         """Read pairs."""
         return PairDataset(config.data, tokenizer, split, media)
 

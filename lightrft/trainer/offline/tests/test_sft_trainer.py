@@ -38,10 +38,10 @@ def base(tmp_path_factory):
     return folder
 
 
-def config_of(base, out, model=(), checkpoint=(), **train):
+def config_of(base, out, model=(), checkpoint=(), data=(), **train):
     options = {"train_batch_size": 8, "max_steps": 10, "learning_rate": 3e-3, "lr_warmup_ratio": 0.0}
     return SFTConfig(model=PolicyModelConfig(pretrain=str(base), **dict(model)),
-                     data=SFTDataConfig(train_data=[str(base / "train.jsonl")], max_len=200),
+                     data=SFTDataConfig(**{"train_data": [str(base / "train.jsonl")], "max_len": 200} | dict(data)),
                      train=OfflineTrainConfig(**(options | train)),
                      checkpoint=CheckpointConfig(save_path=str(out), async_save=False, **dict(checkpoint)),
                      log=SinkConfig(logging_steps=1000))  # yapf: disable
@@ -153,11 +153,15 @@ def test_two_ranks_are_one_rank(base, tmp_path):
 
 
 def test_resumed_is_straight(base, tmp_path):
+    """In a mix of two sources."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    weights = run(config_of(base, straight, checkpoint={"save_steps": 4}, max_steps=7))
+    shutil.copy(base / "train.jsonl", base / "again.jsonl")
+    mixed = {"train_data": [str(base / "train.jsonl"), str(base / "again.jsonl")], "train_data_probs": [0.9, 0.1]}
+    weights = run(config_of(base, straight, checkpoint={"save_steps": 4}, data=mixed, max_steps=7))
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_000007")  # as if killed after step 4, its metrics written further
-    again = run(config_of(base, resumed, checkpoint={"save_steps": 4, "load_checkpoint": True}, max_steps=7))
+    again = run(config_of(base, resumed, checkpoint={"save_steps": 4, "load_checkpoint": True}, data=mixed,
+                          max_steps=7))
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert metrics(straight) == metrics(resumed) and [row["step"] for row in metrics(resumed)] == list(range(1, 8))
 
