@@ -3,6 +3,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
@@ -18,6 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks[item.path].update(mark.name for mark in item.iter_markers())
     items.sort(key=lambda item: [mark not in marks[item.path] for mark in LONG])
+
+
+@pytest.fixture(autouse=True)
+def _what_is_refused_is_planned() -> None:
+    """A dry run refuses what the run does, whichever test looks at it."""
+    if "lightrft.trainer.session" in sys.modules:
+        import_module("lightrft.tests.support.planned_too").plan_refusals()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -134,7 +134,7 @@ def _policy(m: PolicyModelConfig, cuda: bool) -> Iterator[str]:
 def _liger(cuda: bool) -> Iterator[str]:
     if not cuda:
         yield "--use_liger true: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
-    yield from _package("use_liger true", "liger_kernel")
+    yield from _package("use_liger true", "liger_kernel", "liger")
 
 
 def prompts(d: DataConfig) -> Iterator[str]:
@@ -167,8 +167,8 @@ def _optimizer(t: OptimConfig) -> Iterator[str]:
 
 def missing_optimizer(t: OptimConfig) -> Iterator[str]:
     """Yield the problem of an optimizer whose package is not installed here."""
-    if t.eight_bit and find_spec("bitsandbytes") is None:
-        yield f"--optim {t.optim}: the package bitsandbytes is not installed; run: {install_command('bitsandbytes')}"
+    if t.eight_bit:
+        yield from _package(f"optim {t.optim}", "bitsandbytes", "bitsandbytes")
 
 
 def without_held_out(c: Tree) -> str:
@@ -221,16 +221,19 @@ def _best_metric(c: Tree) -> Iterator[str]:
                "steps")
 
 
-def _package(flag: str, name: str) -> Iterator[str]:
+def _package(flag: str, name: str, extra: str = "") -> Iterator[str]:
+    """Yield the problem of a package that is not installed, with the command that installs it: that of its extra, which
+    has the range of versions that work."""
     if find_spec(name) is None:
-        yield f"--{flag}: the package {name} is not installed; run: pip install {name}"
+        install = install_command(extra) if extra else f"pip install {name}"
+        yield f"--{flag}: the package {name} is not installed; run: {install}"
 
 
 def _packages(log: SinkConfig) -> Iterator[str]:
     if log.use_wandb:
-        yield from _package("use_wandb true", "wandb")
+        yield from _package("use_wandb true", "wandb", "wandb")
     if log.use_trackio:
-        yield from _package("use_trackio true", "trackio")
+        yield from _package("use_trackio true", "trackio", "trackio")
     if log.use_tensorboard:
         yield from _package("use_tensorboard true", "tensorboard")
     for name in log.trackers:

@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -187,6 +188,30 @@ def test_a_dry_run_refuses_in_the_words_of_the_run(command, name, home, tmp_path
     assert contents(tmp_path) == before, "a dry run writes nothing"
     assert run(command, wanted) == 2, capfd.readouterr()
     assert planned == refusal(capfd) and re.search(words, planned, re.S), (planned, given_)
+
+
+ABSENT = {  # a package -> the command and the options that need it; the end of the line that installs it
+    "vllm": ("train", {"engine_type": "vllm"}, "-e '.[vllm]'"),
+    "sglang": ("generate", {"engine_type": "sglang"}, "-e '.[sglang]'"),
+    "deepspeed": ("sft", {"strategy": "deepspeed"}, "-e '.[deepspeed]'"),
+    "bitsandbytes": ("dpo", {"optim": "adamw_8bit"}, "-e '.[bitsandbytes]'"),
+    "wandb": ("rm", {"use_wandb": True}, "-e '.[wandb]'"),
+    "trackio": ("kto", {"use_trackio": True}, "-e '.[trackio]'"),
+    "mlflow": ("train", {"trackers": "mlflow"}, "mlflow"),
+}  # yapf: disable
+
+
+@pytest.mark.parametrize("package", ABSENT)
+def test_an_absent_package_is_named_with_the_line_that_installs_it(package, home, tmp_path, monkeypatch, capfd):
+    """No spec of it is found, and its import fails."""
+    monkeypatch.setitem(sys.modules, package, None)
+    command, more, install = ABSENT[package]
+    options = options_of(command, home, tmp_path / "run", **more)
+    said = []
+    for words in (["--dry_run"], []):
+        assert run(command, options, *words) == 2
+        said.append(refusal(capfd))
+    assert said[0] == said[1] and f"package {package} is not installed; run: pip install {install}" in said[0]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

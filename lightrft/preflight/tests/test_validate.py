@@ -89,7 +89,7 @@ def test_offload_needs_fsdp() -> None:
 def test_deepspeed_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_rules, "find_spec", lambda name: None)
     assert problems(strategy="deepspeed") == [shared_rules.NO_DEEPSPEED]
-    assert shared_rules.NO_DEEPSPEED.endswith("pip install deepspeed==0.19.8")
+    assert "run: pip install -e '.[deepspeed]'" in shared_rules.NO_DEEPSPEED
 
 
 def test_paths_that_exist(tmp_path: Path) -> None:
@@ -118,14 +118,18 @@ def test_all_problems_at_once() -> None:
         raise ConfigError(found)
 
 
-@pytest.mark.parametrize("option,module", [("use_wandb", "wandb"), ("use_trackio", "trackio"),
-                                           ("use_tensorboard", "tensorboard"), ("use_liger", "liger_kernel")])
-def test_missing_packages(option: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option,module,install", [
+    ("use_wandb", "wandb", "-e '.[wandb]'"),
+    ("use_trackio", "trackio", "-e '.[trackio]'"),
+    ("use_tensorboard", "tensorboard", "tensorboard"),
+    ("use_liger", "liger_kernel", "-e '.[liger]'"),
+])
+def test_missing_packages(option: str, module: str, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", without(module))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = problems(**{option: True})
-    assert len(found) == 1 and f"--{option}" in found[0] and "pip install" in found[0], found
+    assert len(found) == 1 and f"--{option}" in found[0] and f"pip install {install}" in found[0], found
 
 
 def without(module: str) -> Callable[[str], object | None]:

@@ -1,7 +1,9 @@
 """DeepSpeed ZeRO: constants for other modules, without importing torch or the package deepspeed."""
 from dataclasses import dataclass
 
-NO_DEEPSPEED = "--strategy deepspeed: the package deepspeed is not installed; run: pip install deepspeed==0.19.8"
+from lightrft.utils.errors import install_command
+
+NO_DEEPSPEED = f"--strategy deepspeed: the package deepspeed is not installed; run: {install_command('deepspeed')}"
 REDUCED_AT_ONCE = 50_000_000  # elements of gradients
 LIVE_AT_ONCE = 1_000_000_000  # weights that stage 3 gathers ahead and keeps, unless activations are recomputed
 

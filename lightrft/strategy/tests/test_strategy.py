@@ -60,7 +60,7 @@ def test_choice_errors(monkeypatch) -> None:
 
 def test_deepspeed_must_be_there(monkeypatch) -> None:
     monkeypatch.setattr(strategy, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="deepspeed is not installed; run: pip install deepspeed=="):
+    with pytest.raises(ValueError, match=r"deepspeed is not installed; run: pip install -e '\.\[deepspeed\]'"):
         get_strategy(StrategyConfig(strategy="deepspeed"))
 
 

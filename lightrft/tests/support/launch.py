@@ -24,6 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightrft.tests.support.planned_too import plan_refusals
+
 ROOT = Path(__file__).parents[3]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
@@ -68,6 +70,7 @@ def _child(module: str, argv: list[str], environ: dict[str, str], folder: str, l
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable()
+    plan_refusals()
     if module.startswith("lightrft.cli."):
         import_module(module).main(argv)
         return

@@ -205,7 +205,8 @@ def test_a_reference_with_other_tokens_is_refused(home, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "3"}) + "\n")
     more = f"--ref_pretrain {foreign} --save_path {tmp_path}/run".split()
     pairs = f"--pretrain {home}/model --train_data {tmp_path}/rows.jsonl --max_len 64 --train_batch_size 1".split()
-    for main, given in ((OFFLINE["dpo"].main, pairs), (train.main, words(home, tmp_path / "run", init_kl_coef=0.1))):
+    prompts = words(home, tmp_path / "run", init_kl_coef=0.1, reward="exact")
+    for main, given in ((OFFLINE["dpo"].main, pairs), (train.main, prompts)):
         with pytest.raises(SystemExit) as error:
             main([*given, *more])
         said = capsys.readouterr().err
