@@ -42,6 +42,18 @@ def test_right_families_are_not(kind):
     assert packing_fault(AutoConfig.for_model(kind, **ACCEPTED[kind])) == ""
 
 
+def test_a_copy_has_a_layer_of_each_kind_and_limits_that_one_sequence_crosses():
+    small = packing_check.cut(AutoConfig.for_model("gemma3_text", num_hidden_layers=12))
+    assert small.layer_types == ["sliding_attention", "full_attention"] and small.num_hidden_layers == 2
+    assert small.sliding_window < min(packing_check.LENS) and small.hidden_size < 2304 and small.vocab_size < 100
+    shared = packing_check.cut(AutoConfig.for_model("gemma3n_text"))  # its last layers have no keys of their own
+    assert 0 < shared.num_kv_shared_layers < shared.num_hidden_layers == len(shared.layer_types)
+    long, dynamic = (packing_check.cut(AutoConfig.for_model(kind, **ACCEPTED[kind])) for kind in ("phi3", "llama"))
+    first, second = packing_check.LENS
+    assert first < long.rope_parameters["original_max_position_embeddings"] < second
+    assert first < dynamic.max_position_embeddings < second
+
+
 def test_a_family_without_a_small_copy_is_refused(monkeypatch):
     """A config that its family cannot build, and one that cannot be cut; a small one of the latter is tried whole."""
     with pytest.raises(
