@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightrft.config.compat import refusal
-from lightrft.config.foreign_values import MANAGERS, nearest_value, synonym
+from lightrft.config.foreign_values import MANAGERS, nearest_value, remedies, synonym
 from lightrft.config.options import ConfigError, Option
 
 # beginnings of verl's names that no option of ours shares; below data, algorithm and critic both have some
@@ -72,7 +72,11 @@ def _with_value(text: str, value: str, known: Mapping[str, Option]) -> str:
 
 
 def _takes(option: Option, value: str) -> bool:
+    """Return True if an option has a value. Names of algorithms are known after torch is imported: those of the field
+    that nothing here has are refused before."""
     if value in ("true", "false") and option.kind is not bool:  # a switch there, another kind of value here
+        return False
+    if not remedies(option.name).get(value, "--").startswith("--"):
         return False
     try:
         read = option.convert(value)

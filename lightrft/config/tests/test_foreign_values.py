@@ -176,6 +176,10 @@ actor_rollout_ref.rollout.n=8 --n_samples_per_prompt 8
 actor_rollout_ref.rollout.pipeline_model_parallel_size=2 nothing, an engine is divided within layers
 reward_model.enable=False --reward_pretrain
 reward_model.model.path=org/rm --reward_pretrain org/rm
+algorithm.adv_estimator=prime --advantage_estimator (PRIME trains a reward model of its own beside the policy, and \
+is not part of this release; a process reward model that is trained already scores steps: --reward_pretrain \
+(docs/coming_from.md))
+algorithm.adv_estimator=grpo --advantage_estimator grpo
 algorithm.filter_groups.metric=acc --dynamic_sampling
 algorithm.filter_groups.enable=True --dynamic_sampling true
 trainer.resume_mode=auto --load_checkpoint
