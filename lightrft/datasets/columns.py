@@ -1,4 +1,4 @@
-"""Finds the columns of rows, and the keys of their turns, that a reader uses: it reads a row without each of them.
+"""Finds the columns of rows, and the keys of their turns and objects, that a reader uses: it reads a row without each.
 
 So no list of columns is kept beside the readers, which could differ from what they do.
 """
@@ -22,7 +22,8 @@ _FIRST = 256  # rows in which columns are looked for
 
 @dataclass
 class Columns:
-    """Names of columns, and of the keys of turns by the column of the turns: those that a reader uses, and the rest."""
+    """Names of columns, and of the keys of turns or of an object by their column: those that a reader uses, and the
+    rest."""
     used: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     used_keys: dict[str, list[str]] = field(default_factory=dict)
@@ -30,10 +31,11 @@ class Columns:
 
     def lines(self, name: str, others: str) -> Iterator[str]:
         """Yield a line on what is read of the source ``name``, and one on the rest, if any, which ``others`` describes;
-        keys of turns are in brackets behind the column of the chat."""
+        keys are in brackets behind their column."""
         yield f"data: {name}: reads {_listed(self.used, self.used_keys)}"
         if self.left or any(self.left_keys.values()):
-            yield f"data: {name}: {others} {_listed([*self.left_keys, *self.left], self.left_keys)}"
+            left = [name for name in self.left_keys if name in self.used] + self.left
+            yield f"data: {name}: {others} {_listed(left, self.left_keys)}"
 
 
 def _listed(columns: list[str], keys: Mapping[str, list[str]]) -> str:
@@ -41,19 +43,21 @@ def _listed(columns: list[str], keys: Mapping[str, list[str]]) -> str:
 
 
 def columns_of(rows: Rows, read: Reader) -> Columns:
-    """Return the columns of ``rows`` that ``read`` uses, with the keys of turns in those that hold chats.
+    """Return the columns of ``rows`` that ``read`` uses, with the keys of turns in those that hold chats, and those of
+    objects.
 
     Each is tried in the first row that has a value in it: without it, and with another value, what is read changes,
-    or cannot be read. Columns without any value are in neither list.
+    or cannot be read. Columns without any value are in neither list, and an object of which no key is used is not used.
     """
     found, base = Columns(), _Reading(rows, read)
     for name, index in _first_with(rows.rows[:_FIRST], lambda i: base.of(i) not in ([], None)):
+        value = rows.rows[index][name]
         used = base.depends(index, lambda row, value, name=name: _set(row, name, value))  # type: ignore[misc]
+        of_key = {key: base.depends(index, lambda row, value, name=name, key=key: row | {  # type: ignore[misc]
+            name: _set_key(row[name], key, value)}) for key in (_keys(value) if used else ())}  # yapf: disable
+        used &= not isinstance(value, dict) or any(of_key.values())
         (found.used if used else found.left).append(name)
-        turns = rows.rows[index][name]
-        for key in _keys_of_turns(turns) if used else ():
-            of = base.depends(index, lambda row, value, name=name, key=key: row | {  # type: ignore[misc]
-                name: [_set(turn, key, value) if key in turn else turn for turn in row[name]]})  # yapf: disable
+        for key, of in of_key.items():
             (found.used_keys if of else found.left_keys).setdefault(name, []).append(key)
     return found
 
@@ -68,9 +72,18 @@ def _first_with(rows: list[Row], readable: Callable[[int], bool]) -> list[tuple[
     return [*first.items()]
 
 
-def _keys_of_turns(value: Any) -> list[str]:
+def _keys(value: Any) -> list[str]:
+    """Return the keys with a value of an object, or of the turns of a chat."""
     chat = isinstance(value, list) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
-    return [*dict.fromkeys(key for turn in value for key in turn if not missing(turn[key]))] if chat else []
+    objects = value if chat else [value] * isinstance(value, dict)
+    return [*dict.fromkeys(key for each in objects for key in each if not missing(each[key]))]
+
+
+def _set_key(value: Any, key: str, to: Any) -> Any:
+    """Return an object, or the turns of a chat, with another value of a key where they have it."""
+    if isinstance(value, dict):
+        return _set(value, key, to)
+    return [_set(turn, key, to) if key in turn else turn for turn in value]
 
 
 def _set(values: Row, name: str, value: Any) -> Row:

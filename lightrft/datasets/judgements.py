@@ -1,8 +1,8 @@
 """Training data of judges: two candidates in random order, as a chat whose answer is in ``<answer>`` tags.
 
-Rows: ``{prompt, chosen, rejected[, judgement][, tie]}``, candidates as text or messages. Pictures, videos and sounds
-are in columns, with ``<image>`` and its like where they appear, those of the prompt first, then those of the chosen
-and of the rejected candidate.
+Rows: ``{prompt, chosen, rejected[, judgement][, tie]}``, candidates as text or messages. The tools of a row stand
+before its prompt, as in the requests of a reward. Pictures, videos and sounds are in columns, with ``<image>`` and its
+like where they appear, those of the prompt first, then those of the chosen and of the rejected candidate.
 """
 import random
 import re
@@ -18,7 +18,7 @@ from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample
 from lightrft.datasets.template_kwargs import template_kwargs
-from lightrft.datasets.tool_texts import calls_of
+from lightrft.datasets.tool_texts import calls_of, shown_tools
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ def to_judgement(row: Row, cfg: JudgeDataConfig, second: bool, where: str, ends:
         DataError: a text is missing, the candidates are equal in a row that is no tie, or end different chats, or the
             judgement ends with another answer.
     """
-    prompt = _text(row, cfg.prompt_key, where, ())
+    prompt = shown_tools(template_kwargs(row, True, where)) + _text(row, cfg.prompt_key, where, ())
     chosen, rejected = (_text(row, name, where, ends, last=True) for name in (cfg.chosen_key, cfg.rejected_key))
     _check_question(row, cfg, where)
     media, tie = _media(row, cfg, (prompt, chosen, rejected), second, where), is_tie(row, where)
@@ -207,9 +207,7 @@ class JudgementDataset(SFTDataset):
         for i, (uid, found) in enumerate(judgements.items()):
             self._right[uid] = found.right
             kwargs = template_kwargs(rows.rows[i], True, rows.where(i))
-            if kwargs.pop("tools", None):
-                raise DataError(f"{rows.where(i)}: the row has tools, and a request to a judge is a text without a "
-                                "place for them. Write them in the prompt, and remove the column 'tools'")
+            kwargs.pop("tools", None)  # in the text of the request
             turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
             chats.append({"messages": turns, "chat_template_kwargs": kwargs, **found.media})
         return super().read(entry, replace(rows, rows=chats))

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from lightrft.datasets.answered import AnsweredRow
 from lightrft.datasets.judged import Judged
 from lightrft.datasets.preferences import Pair
 from lightrft.datasets.sft_dataset import SFTExample
@@ -20,7 +21,7 @@ Tokenizer = PreTrainedTokenizerBase
 
 
 @singledispatch
-def preview(row: Any, tokenizer: Tokenizer) -> Iterator[str]:
+def preview(row: Any, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield lines of at most ``WIDTH`` columns that show a row; lines with ``>`` are learnt, those with ``|`` are
     not. Line breaks are ``\\n``, and the middle of a long text is left out."""
     yield from ()
@@ -56,10 +57,25 @@ def _preview_judged(row: Judged, tokenizer: Tokenizer) -> Iterator[str]:
     yield from _sequence(row.answer, f"the first row, {'desirable' if row.desirable else 'undesirable'}", tokenizer)
 
 
+@preview.register
+def _preview_answered(row: AnsweredRow, tokenizer: Tokenizer | None) -> Iterator[str]:
+    yield "the first row, a prompt and its response (marked >):"
+    yield from shown(row.row["input"], GIVEN)
+    yield from shown(row.row["output"], LEARNT)
+
+
 def _sequence(row: SFTExample, name: str, tokenizer: Tokenizer) -> Iterator[str]:
     learnt = [bool(mark) for mark in row.loss_mask]
-    yield f"{name}: {len(learnt)} tokens, of which {sum(learnt)} are learnt (marked >):"
-    for mark, run in groupby(zip(learnt, row.token_ids), key=lambda one: one[0]):
+    weights = sorted({weight for weight, mark in zip(row.weights, learnt) if mark})
+    about = f", with the weights {', '.join(f'{weight:g}' for weight in weights)}" if weights not in ([], [1]) else ""
+    head = f"{name}: {len(learnt)} tokens, of which {sum(learnt)} are learnt (marked >){about}:"
+    yield from preview_sequence(head, row.token_ids, learnt, tokenizer)
+
+
+def preview_sequence(head: str, token_ids: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield ``head`` and the lines of a text; those of marked tokens begin with ``>``."""
+    yield head
+    for mark, run in groupby(zip(marks, token_ids), key=lambda one: one[0]):
         yield from shown(str(tokenizer.decode([token for _, token in run])), LEARNT if mark else GIVEN)
 
 

@@ -129,8 +129,8 @@ class PromptsDataset(MixedDataset["Prompt"]):
             self._add(records[0].data_source, rows, records, "error", prompt_max_len)  # a suite is whole
         if media is not None:
             media.keep(record.media for record in self._records)
-        if split == "train":
-            self._report_bare_text(cfg)
+        if split == "train" or not cfg.prompt_data:
+            self._check_bare_text(cfg)
         if not self._prompts:
             raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
 
@@ -159,10 +159,14 @@ class PromptsDataset(MixedDataset["Prompt"]):
         cfg = self._renderer.cfg
         _, records, prompts = self._encoded(rows, to_records(rows, cfg))
         hard = [] if cfg.difficulty_key is None else [difficulty(row, cfg.difficulty_key, "") for row in rows.rows]
-        return [*zip([replace(record, prompt="", columns={}) for record in records], prompts), *hard]
+        bare = [replace(record, prompt="", columns={}, template_kwargs=self._renderer.reads(record.template_kwargs))
+                for record in records]  # yapf: disable
+        return [*zip(bare, prompts), *hard]
 
-    def _report_bare_text(self, cfg: DataConfig) -> None:
-        """Log once that the tokenizer has a chat template that is not used."""
+    def _check_bare_text(self, cfg: DataConfig) -> None:
+        """Log once that the tokenizer has a chat template that is not used; an option for it alone is refused."""
+        any(self._renderer.messages(record.prompt) for record in self._records)  # worker processes may have rendered
+        self._renderer.check_used()
         bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
         if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
             warn_of_all("the tokenizer has a chat template, but text prompts are used as they are; a model that was "

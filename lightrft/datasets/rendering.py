@@ -1,4 +1,5 @@
 """Renders prompts to text and token ids, in batches, exactly as the model will see them."""
+import json
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.records import joined, Message, prefill_of
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.template_kwargs import check_kwargs, TemplateKwargs
+from lightrft.datasets.template_variables import check_read, variables_of
 from lightrft.datasets.tool_templates import ToolTemplate
 from lightrft.utils.logging import warn_of_all
 
@@ -37,7 +39,8 @@ class Renderer:
         suffix: text at the end of every prompt, after the start of the answer that a chat template writes.
 
     Raises:
-        DataError: an ``--input_template`` without exactly one ``{}``.
+        DataError: an ``--input_template`` without exactly one ``{}``, or a variable of ``--chat_template_kwargs`` that
+            the template does not read.
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", suffix: str = "") -> None:
@@ -45,6 +48,9 @@ class Renderer:
             raise DataError(f"--input_template {cfg.input_template!r} must hold {{}} once, where the prompt goes")
         check_kwargs(cfg.chat_template_kwargs, "--chat_template_kwargs")
         self.cfg, self.tokenizer, self.suffix = cfg, tokenizer, suffix
+        if tokenizer is not None:
+            check_read(cfg.chat_template_kwargs, [tokenizer])
+        self._chats = False  # a prompt was one
         self._dropped: dict[str, bool] = {}
         self._warned: set[str] = set()
         self._tools = ToolTemplate(tokenizer)
@@ -70,7 +76,22 @@ class Renderer:
         if isinstance(prompt, str) and not self.cfg.apply_chat_template:
             return None
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        self._chats = True
         return self._with_system(self._wrap_last_user(chat))
+
+    def check_used(self) -> None:
+        """Raise a :class:`DataError` for ``--chat_template_kwargs`` if no prompt so far was a chat."""
+        if self.cfg.chat_template_kwargs and not self._chats:
+            raise DataError(f"--chat_template_kwargs {json.dumps(self.cfg.chat_template_kwargs)}: has no effect, since "
+                            "all prompts are texts, which no template renders. Use --apply_chat_template, or drop it")
+
+    def reads(self, kwargs: TemplateKwargs) -> TemplateKwargs:
+        """Return those of the keyword arguments of a row that the chat template looks up."""
+        return {name: value for name, value in kwargs.items() if name in self._variables}
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        return variables_of(self.tokenizer)
 
     def _wrap(self, text: str) -> str:
         return self.cfg.input_template.replace("{}", text) if self.cfg.input_template else text

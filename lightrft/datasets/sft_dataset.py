@@ -214,12 +214,22 @@ class TokenizedDataset(MixedDataset[Item]):
             self._rows += found
             self.sizes.append(len(found))
             self.dropped += len(rows) - len(found)
-            report_columns(rows, partial(self.read, entry), "leaves alone")
+            report_columns(rows, partial(self._observed, entry), "leaves alone")
+        self.check_options()
         if media is not None:
             media.keep(keys for row in self._rows for keys in self.media_of(row))
         if not self._rows:
             raise DataError(f"none of {self.dropped} {self.NAME} can be used: they are longer than {self.LIMIT} "
                             f"{max_len} tokens, or left out for another reason (see the log)")
+
+    def _observed(self, entry: int, rows: Rows) -> list[Any]:
+        """Return what is read of rows: also variables that the template looks up and has as their defaults."""
+        variables = [self._renderer.reads(template_kwargs(row, True, rows.where(i))) for i, row in enumerate(rows.rows)]
+        return [*self.read(entry, rows), *variables]
+
+    def check_options(self) -> None:
+        """Raise a :class:`DataError` for an option of rendering that no row is rendered with."""
+        self._renderer.check_used()
 
     @abstractmethod
     def read(self, entry: int, rows: Rows) -> list[Any]:
@@ -289,6 +299,9 @@ class PretrainingDataset(SFTDataset):
     """Texts and demonstrations whose loss joins that of a policy."""
     NAME, LIMIT = "rows of --pretrain_data", "--pretrain_max_len"
     NAMED = ()  # --input_key names a column of the prompts
+
+    def check_options(self) -> None:
+        """Override: options of rendering are for the prompts too."""
 
 
 def check_learnable(rows: Rows, encoded: list[Encoded]) -> None:

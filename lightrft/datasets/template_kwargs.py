@@ -38,14 +38,14 @@ def check_kwargs(kwargs: TemplateKwargs, name: str) -> None:
     Raises:
         DataError: there is one; ``name`` says where.
     """
-    if taken := sorted(_reserved() & kwargs.keys()) if kwargs else []:
+    if taken := sorted(given_by_rendering() & kwargs.keys()) if kwargs else []:
         raise DataError(f"{name} sets {', '.join(taken)}, which is not a variable of templates, or is set by the "
                         "rendering. Remove it; schemas of tools belong in the column 'tools'")
 
 
 @cache
-def _reserved() -> set[str]:
-    """Return the names that no template gets from a row."""
+def given_by_rendering() -> set[str]:
+    """Return the names that no template gets from a row or an option: tools and messages, and arguments of the call."""
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase  # slow to import, and rarely needed
     return {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents", "kwargs"}
 

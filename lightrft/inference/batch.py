@@ -2,20 +2,23 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import DataConfig
+from lightrft.datasets.answered import AnsweredRow, read_responses
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.preview import preview_sequence
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.template_variables import check_read
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.post_processing import normalise_rewards, post_process
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
-from lightrft.inference.responses import AnsweredRow, read_responses, score_responses
+from lightrft.inference.responses import reward_input_of, score_responses
 from lightrft.inference.row_files import refuse_other_run, Row, RowFiles, write_rows
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput
@@ -80,8 +83,9 @@ def _rows(config: GenerateConfig) -> Sequence[AnsweredRow]:
     return _of_iteration(config, read_responses(config.data, bool(config.scoring.score), _renderer(config)))
 
 
-def rehearse(config: GenerateConfig, strategy: StrategyBase) -> None:
-    """Build what :func:`run` builds before it generates or scores, by a strategy of a plan; write nothing.
+def rehearse(config: GenerateConfig, strategy: StrategyBase) -> list[str]:
+    """Build what :func:`run` builds before it generates or scores, by a strategy of a plan; write nothing. Return lines
+    that show the first response as reward models read it.
 
     Raises:
         UserError: as :func:`run` does.
@@ -93,17 +97,35 @@ def rehearse(config: GenerateConfig, strategy: StrategyBase) -> None:
         content, items = content_of(prompts), [reward_input(prompt, "") for prompt in prompts]
         model.prepare()
     else:
-        content = [one.row for one in _rows(config)]
+        rows = _rows(config)
+        content, items = [one.row for one in rows], [reward_input_of(one, config.data) for one in rows]
+    lines = list[str]()
     with strategy.init_model_context(), _scorers(config, strategy, media) as rewards:
         if rewards is not None:
             check_references(rewards, items)
+            lines = [] if config.generates else [*_as_read(rewards, items[0])]
     refuse_other_run(config.folder, identity(config, LATER, content, config.as_config()))
+    return lines
+
+
+def _as_read(rewards: RewardManager, item: RewardInput) -> Iterator[str]:
+    """Yield lines that show a response as the reward models read it."""
+    for name, model in rewards.neural.items():
+        for ids, read in model.view([item]):
+            head = f"the first row as {name} reads it: {len(ids)} tokens, it scores those marked >:"
+            yield from preview_sequence(head, ids, read, model.reader.renderer.tokenizer)
 
 
 def _renderer(config: GenerateConfig) -> Renderer | None:
-    """Return what renders chats as the (first) reward model sees them; None without one."""
-    path = next((path for _, path in named_models(config.as_config().reward.reward_pretrain)), None)
-    return Renderer(DataConfig(), load_tokenizer(path)) if path else None
+    """Return what renders chats as the (first) reward model sees them; None without one.
+
+    Raises:
+        DataError: no template of a reward model reads a variable of ``--chat_template_kwargs``.
+    """
+    tokenizers = [load_tokenizer(path) for _, path in named_models(config.as_config().reward.reward_pretrain)]
+    if not config.scoring.urls:  # a server has a template of its own
+        check_read(config.data.chat_template_kwargs, tokenizers)
+    return Renderer(DataConfig(), tokenizers[0]) if tokenizers else None
 
 
 def _scorers(config: GenerateConfig, strategy: StrategyBase,

@@ -11,6 +11,7 @@ from lightrft.inference.loading import LoadedModel
 from lightrft.rollout.engine import Completion, Request, RolloutEngine
 from lightrft.trainer.samples import Response, sample_seed, sampling_params, to_samples
 from lightrft.types import Prompt
+from lightrft.utils.logging import silent
 
 PIECE = 16  # tokens that are generated before they are shown
 UNFINISHED = "�"  # the end of a text whose last character has further bytes
@@ -68,8 +69,9 @@ class Conversation:
         config = self.model.config
         row = {"prompt": messages, **({"images": pictures} if pictures else {})}
         data = replace(config.data, prompt_data=[hold_rows([row])])
-        return PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media,
-                              scored=False)[0]
+        with silent():  # columns are those of a chat
+            return PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media,
+                                  scored=False)[0]
 
     def _pieces(self, prompt: Prompt) -> Iterator[str]:
         """Generate an answer a few tokens at a time, each piece from where the last one ended."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.datasets.answered import unscored
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
@@ -18,7 +19,6 @@ from lightrft.utils.watchdog import stop_requested, tick
 GROUPS_PER_CALL = 1024  # prompts of a rank in one call of the engine, which ends with its slowest response
 RESPONSES_PER_CALL = 4096  # and their responses
 WAITING = GROUPS_PER_CALL  # groups without scores, at most: a reward model scores when somebody waits for it
-SCORE = ("reward", "reward_parts", "unscored")  # columns of a score
 Group = tuple[list[Row], list[RewardInput]]  # rows, and the input of the reward for each
 
 
@@ -65,11 +65,6 @@ def scored(score: Score) -> Row:
     rule has judged the response."""
     found: Row = {"reward": score.total, "reward_parts": score.parts}
     return found | ({"unscored": score.error} if score.total is None else {})
-
-
-def unscored(row: Row) -> Row:
-    """Return the other columns of a row."""
-    return {name: value for name, value in row.items() if name not in SCORE}
 
 
 def score_groups(strategy: StrategyBase, numbers: Sequence[int], group: Callable[[int], Group], files: RowFiles,

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.template_variables import check_read
 from lightrft.models.loader import check_context, load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.rounding import has_experts, RunArithmetic
@@ -31,11 +32,13 @@ class LoadedModel:
         """Read the tokenizer and the processor of ``config.model.pretrain``; the weights are left to :meth:`start`.
 
         Raises:
-            UserError: there is no such model, or it has not enough positions.
+            UserError: there is no such model, it has not enough positions, or its template does not read a variable of
+                ``--chat_template_kwargs``.
         """
         path, lengths = str(config.model.pretrain), config.rollout
         check_context(path, prompt_max_len=lengths.prompt_max_len, generate_max_len=lengths.generate_max_len)
         tokenizer = load_tokenizer(path, config.data.chat_template)
+        check_read(config.data.chat_template_kwargs, [tokenizer])  # a chat has no rows yet
         return cls(config, strategy, tokenizer, open_media(path, tokenizer, config.data, strategy))
 
     def prepare(self) -> Prepared:

@@ -17,6 +17,7 @@ from lightrft.config.schema import Config, DataConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten
+from lightrft.datasets.answered import answered_rows
 from lightrft.datasets.judged import judged_answers
 from lightrft.datasets.judgements import find_judgements
 from lightrft.datasets.loader import check_batch
@@ -104,9 +105,10 @@ def data_of(c: Tree) -> DataConfig | None:
 
 @singledispatch
 def reader_of(c: Tree, cfg: DataConfig) -> Reader:
-    """Return the function that recognises the rows of an entry; here those of prompts."""
-    scored = isinstance(c, GenerateConfig) and not c.generates  # their reader is that of the command
-    return lambda _, rows: None if scored else to_records(rows, cfg)
+    """Return the function that recognises the rows of an entry; here those of prompts, and of responses."""
+    if isinstance(c, GenerateConfig) and not c.generates:
+        return lambda _, rows: answered_rows(rows, c.data, bool(c.scoring.score))
+    return lambda _, rows: to_records(rows, cfg)
 
 
 @reader_of.register

@@ -18,6 +18,7 @@ from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.judgements import ANSWERS, request, TIE, verdict
 from lightrft.datasets.media import KINDS
 from lightrft.datasets.records import Message, text_of
+from lightrft.datasets.sft_dataset import Encoded
 from lightrft.datasets.tool_texts import calls_of, shown_tools
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.loader import load_actor
@@ -89,6 +90,10 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
     def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
         """Return the outcome of each response; ``said``: answers to :meth:`ask`, None for a request that is too
         long."""
+
+    def view(self, items: list[RewardInput]) -> list[Encoded]:
+        """Implement :meth:`QueuedReward.view`: the requests."""
+        return [(ids, [False] * len(ids)) for ids in self.encoded(self.ask(items))]
 
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
         """Implement :meth:`QueuedReward.outcomes`."""

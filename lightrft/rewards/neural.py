@@ -80,6 +80,10 @@ class QueuedReward(ABC, Generic[Model]):
             future.set_result([outcome])
 
     @abstractmethod
+    def view(self, items: list[RewardInput]) -> list[Encoded]:
+        """Tokenize responses, or requests about them, as the model reads them; the mask is True where it is read."""
+
+    @abstractmethod
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
         """Return the outcomes of all responses, in order; those submitted together form a group. A collective of a
         model that ranks divide."""
@@ -95,6 +99,10 @@ class ModelReward(QueuedReward[Model]):
     @abstractmethod
     def judge(self, model: Model, exp: Experience) -> list[Outcome]:
         """Return the outcomes of packed sequences, in order; ``exp.loss_mask`` is the mask of :meth:`encode`."""
+
+    def view(self, items: list[RewardInput]) -> list[Encoded]:
+        """Implement :meth:`QueuedReward.view`."""
+        return self.encode(items, [self.reader.media(item) for item in items])
 
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
         """Implement :meth:`QueuedReward.outcomes`. A response that is too long for the model stays unscored."""

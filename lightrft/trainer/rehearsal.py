@@ -25,6 +25,7 @@ from lightrft.trainer.pretraining_loss import read_pretraining
 from lightrft.trainer.spmd_ppo_trainer import build_models, needed_models, SPMDPPOTrainer
 from lightrft.types import Prompt
 from lightrft.utils.hub import model_is_here
+from lightrft.utils.logging import silent
 
 UNTRIED = OptimSpec(0.0)  # of a model that is only built
 
@@ -83,7 +84,8 @@ def rehearse_training(config: Config, tokenizer: PreTrainedTokenizerBase | None,
             if model is not None:
                 strategy.prepare(model, spec)
         return
-    pretraining = read_pretraining(config, tokenizer, media)
+    with silent():  # its rows are reported already
+        pretraining = read_pretraining(config, tokenizer, media)
     SPMDPPOTrainer(tried, strategy, build_models(config, strategy), tokenizer, prompts["train"],
                    prompts.get("eval", ()), rewards=rewards, media=media, pretraining=pretraining).load_newest()
 

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.config.generate_schema import GenerateDataConfig
 from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.preference_schema import JudgedDataConfig
 from lightrft.config.rm_schema import StepDataConfig
 from lightrft.config.schema import DataConfig
+from lightrft.datasets.answered import read_responses
 from lightrft.datasets.columns import columns_of
 from lightrft.datasets.judged import JudgedDataset
 from lightrft.datasets.preferences import PairDataset
 from lightrft.datasets.preview import preview, SHOWN, WIDTH
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.datasets.rows import hold_rows, Rows
+from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError, hold_rows, Rows
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.steps import StepDataset
 from lightrft.tests.support import field
@@ -71,9 +74,15 @@ CASES = {
     "tools": (sft, field.rows("tools_sft")[0], ["reads messages (role, content, tool_calls), tools",
                                                 "leaves alone messages (name), source, notes"]),
     "prompts": (prompts,
-                {"prompt": ASKED, "answer": "2", "id": "a", "chat_template_kwargs": {"enable_thinking": False}},
-                ["reads prompt (role, content), answer, id, chat_template_kwargs",
-                 "leaves to the rewards prompt (name), source, notes"]),
+                {"prompt": ASKED, "id": "a", "chat_template_kwargs": {"enable_thinking": False, "effort": 1},
+                 "reward_model": {"ground_truth": "2", "style": "rule"}, "extra_info": {"index": 0}},
+                ["reads prompt (role, content), id, chat_template_kwargs (enable_thinking), "
+                 "reward_model (ground_truth)",
+                 "leaves to the rewards prompt (name), chat_template_kwargs (effort), reward_model (style), "
+                 "extra_info, source, notes"]),
+    "variables": (sft, {"messages": ASKED + SAID, "chat_template_kwargs": {"effort": 1}, "enable_thinking": True},
+                  ["reads messages (role, content), enable_thinking",
+                   "leaves alone messages (name), chat_template_kwargs (effort), source, notes"]),
     "pairs": (pairs, PAIR, ["reads prompt (role, content), chosen (role, content), rejected (role, content), margin",
                             "leaves alone prompt (name), source, notes"]),
     "kto": (judged, {"prompt": ASKED, "completion": SAID, "label": True},
@@ -113,6 +122,34 @@ def test_neutral_values_and_columns_of_later_rows_are_seen():
     assert found.used == ["x"] and found.left == ["y"]
 
 
+@pytest.mark.parametrize("row,scored,lines", [
+    ({"prompt": ASKED, "output": "2", "answer": "2"}, True,
+     ["reads prompt (role, content, name), output, answer", "leaves to the rewards source, notes"]),
+    ({"chosen": ASKED + SAID, "reward": 1}, False,
+     ["reads chosen (role, content, name), reward", "leaves alone source, notes"]),
+])  # yapf: disable
+def test_rows_that_are_scored_say_what_is_read(row, scored, lines, tokenizer, reported):
+    """A reward gets the messages with all their keys."""
+    data = GenerateDataConfig(prompt_data=[hold_rows([row | OTHER])], input_key="prompt" if scored else "chosen")
+    (answered, ) = read_responses(data, scored)
+    assert reported() == lines
+    assert [*preview(answered, None)] == ["the first row, a prompt and its response (marked >):", "  | 1+1?", "  > 2"]
+
+
+def test_pictures_that_a_reward_model_would_not_see_are_refused(tokenizer):
+    row = {"input": "<image>?", "output": "2", "images": ["a.png"]}
+    data = GenerateDataConfig(prompt_data=[hold_rows([row])])
+    assert read_responses(data, True)[0].row == row, "a function may open them"
+    with pytest.raises(DataError, match="row 1: the row has media .images., and --eval_task rm shows none"):
+        read_responses(data, True, Renderer(DataConfig(), tokenizer))
+
+
+def test_a_call_is_no_text_to_score():
+    chat = field.rows("tools_sft")[0]["messages"][:2]
+    with pytest.raises(DataError, match="row 1: the response calls a tool"):
+        read_responses(GenerateDataConfig(prompt_data=[hold_rows([{"chosen": chat}])], input_key="chosen"), True)
+
+
 def text_of(lines):
     return "".join(line[4:] for line in lines if line.startswith(("  | ", "  > "))).replace("\\n", "\n")
 
@@ -134,10 +171,12 @@ def test_the_first_row_is_shown_with_what_is_learnt(tokenizer):
     ("kto", ["the first row, desirable"], ["2<|im_end|>"]),
     ("prm", ["the first row, with the labels 1, 0"], ["#", "#"]),
     ("prompts", ["the first prompt, "], []),
+    ("weights", ["the first row: 17 tokens, of which 2 are learnt (marked >), with the weights 0.5"], ["2<|im_end|>"]),
 ])  # yapf: disable
 def test_every_kind_of_row_is_shown(kind, heads, learnt, tokenizer):
     ties = (pairs, PAIR | {"margin": None, "tie": True, "heads": {"style": "tie"}}, [])
-    make, row, _ = (CASES | {"ties": ties})[kind]
+    weights = (sft, {"messages": [*ASKED, SAID[0] | {"weight": 0.5}]}, [])
+    make, row, _ = (CASES | {"ties": ties, "weights": weights})[kind]
     lines = [*preview(make([row], tokenizer)[0], tokenizer)]
     found = [line for line in lines if not line.startswith("  ")]
     assert len(found) == len(heads) and all(line.startswith(head) for line, head in zip(found, heads))

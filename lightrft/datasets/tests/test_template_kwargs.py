@@ -1,5 +1,7 @@
 """Tools and further variables of chat templates: from columns and options into the tokens of every kind of row."""
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,14 +10,16 @@ from lightrft.config.preference_schema import JudgedDataConfig
 from lightrft.config.rm_schema import JudgeDataConfig, StepDataConfig
 from lightrft.config.schema import DataConfig, RewardConfig
 from lightrft.datasets.judged import JudgedDataset
-from lightrft.datasets.judgements import JudgementDataset
+from lightrft.datasets.judgements import judge_format, JudgementDataset
 from lightrft.datasets.preferences import PairDataset
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import DataError, hold_rows
-from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTDataset
 from lightrft.datasets.steps import StepDataset
 from lightrft.datasets.template_kwargs import template_kwargs
+from lightrft.datasets.template_variables import check_read
 from lightrft.rewards.base import RewardInput
+from lightrft.rewards.generative import ComparingJudge
 from lightrft.rewards.judge import JudgeForm
 from lightrft.rewards.reward_requests import BadRequest, Reader
 from lightrft.tests.support import field
@@ -74,8 +78,49 @@ def test_keyword_arguments_of_option_and_row_reach_the_template(kind):
     for side in range(2 if kind in ("pair", "judged") else 1):
         thoughts = [texts_of(kind, row, **options)[side].count("assistant\n" + THOUGHT) for row, options in cases]
         assert thoughts == [0, 1, 1, 0, 1, 1, 0]
-    assert prompts({"prompt": [ASKED]} | off, chat_template_kwargs={"a": 1})[0].template_kwargs == {
-        "a": 1, "enable_thinking": False}  # yapf: disable
+    of_row = {"chat_template_kwargs": {"a": 1}}
+    assert prompts({"prompt": [ASKED]} | of_row, **off)[0].template_kwargs == {"a": 1, "enable_thinking": False}
+
+
+@pytest.mark.parametrize("kind", ["prompt", "sft", "pair", "judged", "steps"])
+def test_an_option_that_no_template_reads_is_refused(kind):
+    with pytest.raises(DataError, match="kwargs sets thinking, which the chat .* It reads enable_thinking. Correct"):
+        texts_of(kind, {}, chat_template_kwargs={"thinking": True, "enable_thinking": True})
+
+
+@pytest.mark.parametrize("make,row", [(prompts, {"prompt": "1+1?"}),
+                                      (demonstrations, {"prompt": "1", "response": "2"})])
+def test_an_option_for_texts_that_no_template_renders_is_refused(make, row):
+    option = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(DataError, match="all prompts are texts, which no template renders. Use --apply_chat_template"):
+        make(row, **option)
+    make(row, **option, apply_chat_template=True)
+    beside = PretrainingDataset(DataConfig(prompt_data=[hold_rows([{"text": "1"}])], **option), TOKENIZER, 9,
+                                learning=Learning(whole=True))
+    assert len(beside) == 1, "the option is for the prompts of the policy"
+
+
+@pytest.mark.parametrize("template,names", [
+    ("{% for m in messages %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% break %}{% endfor %}",
+     set()),
+    ("{% set ns = namespace(a=1) %}{% if mode is defined and mode == 'on' %}{{ ns.a }}{% endif %}", {"mode"}),
+    ("{% macro f(x) %}{{ x }}{{ depth }}{% endmacro %}{{ f(messages) }}", {"depth"}),
+    ("{{ raise_exception('no') if not messages }}{{ strftime_now('%d') if dated }}", {"dated"}),
+    ({"default": "{{ a }}", "tool_use": "{{ b }}{{ tools }}"}, {"a", "b"}), ("{% if %}", set()), (None, set())
+])  # yapf: disable
+def test_variables_of_templates(template, names):
+    tokenizer = tokenizer_of(template)
+    check_read(dict.fromkeys(names, 1), [tokenizer])
+    told = f"It reads {', '.join(sorted(names))}." if names else "It reads no variable."
+    with pytest.raises(DataError, match=f"sets other, which .* does not read. {told}"):
+        check_read({"other": 1}, [tokenizer])
+    check_read({"other": 1, "enable_thinking": 1}, [tokenizer_of("{{ other }}"), TOKENIZER])
+
+
+def tokenizer_of(template):
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def test_rows_with_other_variables_keep_their_order():
@@ -114,15 +159,19 @@ def test_no_tools(empty):
                            "") == {"tools": [{"type": "function", "function": bare}]}
 
 
-def test_requests_to_a_judge_have_variables_and_no_tools():
-    row = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "enable_thinking": True}
-    for more, told in (({}, None), ({"tools": [SCHEMA]}, "row 1: the row has tools, and a request to a judge")):
-        cfg = JudgeDataConfig(train_data=[hold_rows([row | more])], max_len=900)
-        if told is None:
-            assert len(JudgementDataset(cfg, TOKENIZER)) == 1
-            continue
-        with pytest.raises(DataError, match=told):
-            JudgementDataset(cfg, TOKENIZER)
+def test_requests_to_a_judge_have_variables_and_tools():
+    """The tools as text, in the words of the reward that the judge will be."""
+    call = [{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]
+    row = {"prompt": [ASKED], "chosen": [SAID | {"tool_calls": call}], "rejected": "3", "tools": [SCHEMA],
+           "enable_thinking": False}  # yapf: disable
+    cfg = JudgeDataConfig(train_data=[hold_rows([row])], max_len=900)
+    text = TOKENIZER.decode(JudgementDataset(cfg, TOKENIZER)[0].token_ids)
+    assert f"Prompt: tools: {json.dumps([SCHEMA])}\n\n1+1?\n" in text and f"assistant\n{THOUGHT}<answer>" in text
+    judge = SimpleNamespace(form=judge_format(cfg), reader=SimpleNamespace(media=lambda item: ()))
+    called = f'2\n{json.dumps(call[0]["function"])}'
+    items = [RewardInput("", said, [ASKED], template_kwargs={"tools": [SCHEMA]}) for said in (called, "3")]
+    assert text.partition("user\n")[2].partition(field.MARKERS[2])[0] in [
+        request for request, _ in ComparingJudge.ask(judge, items)]  # yapf: disable
 
 
 def test_a_server_renders_with_the_tools_of_each_text():

@@ -19,6 +19,7 @@ from lightrft.preflight.hardware import Machine
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import launch, media_runs, tiny
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
+from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 24, "prompt_max_len": 200, "engine_kv_mib": 4}
 
@@ -76,6 +77,16 @@ def test_an_answer_in_pieces_is_the_answer(model, monkeypatch):
 @pytest.mark.parametrize("name,value", [("temperature", 0.1), ("seed", 5), ("system_prompt", "Be brief.")])
 def test_flipping_an_option_changes_the_answer(model, name, value):
     assert said(model, ["a", "b"]) != said(model, ["a", "b"], **{name: value})
+
+
+def test_variables_of_the_template_are_flipped_in_a_chat(model, tmp_path, caplog):
+    """One that it does not read is refused before the first message; a message logs no columns."""
+    (file := tmp_path / "brief.jinja").write_text(f"{{{{ 'Be brief.' if brief }}}}{tiny.CHATML}")
+    plain, brief = (said(model, ["a", "b"], chat_template=str(file), chat_template_kwargs={"brief": value})
+                    for value in (False, True))
+    assert plain == said(model, ["a", "b"]) != brief and not caplog.messages
+    with pytest.raises(UserError, match="sets brief, which the chat template .* It reads no variable"):
+        opened(model, chat_template_kwargs={"brief": True})
 
 
 def test_every_option_is_shown_here_or_in_training():

@@ -304,7 +304,10 @@ BAD = [
 
 @pytest.mark.parametrize("given,told", BAD, ids=[told for _, told in BAD])
 def test_options_that_do_not_fit_are_refused(given, told, home, tmp_path, capsys):
-    flags = {"pretrain": home / "model", "prompt_data": home / "test.jsonl", "output_path": tmp_path / "out.jsonl"}
+    data = home / "test.jsonl"
+    if given.get("eval_task") == "rm":
+        data = tiny_task.write_rows(tmp_path / "answered.jsonl", [{"input": "1+1?", "output": "2"}])
+    flags = {"pretrain": home / "model", "prompt_data": data, "output_path": tmp_path / "out.jsonl"}
     with pytest.raises(SystemExit) as done:
         main(launch.flags(flags | given))
     assert done.value.code == 2 and told in capsys.readouterr().err
