@@ -223,9 +223,11 @@ class TokenizedDataset(MixedDataset[Item]):
                             f"{max_len} tokens, or left out for another reason (see the log)")
 
     def _observed(self, entry: int, rows: Rows) -> list[Any]:
-        """Return what is read of rows: also variables that the template looks up and has as their defaults."""
+        """Return what is read of rows, nothing of those left out: also variables that the template looks up and has as
+        their defaults."""
         variables = [self._renderer.reads(template_kwargs(row, True, rows.where(i))) for i, row in enumerate(rows.rows)]
-        return [*self.read(entry, rows), *variables]
+        found = self.read(entry, rows)
+        return [*found, *variables] if found else []
 
     def check_options(self) -> None:
         """Raise a :class:`DataError` for an option of rendering that no row is rendered with."""

@@ -17,39 +17,47 @@ from lightrft.trainer.pretraining_loss import read_pretraining
 def home(tmp_path_factory):
     folder = runs.write_home(tmp_path_factory.mktemp("home"))
     rows = [{"prompt": text, "response": text[::-1] * (1 + i % 3)} for i, text in enumerate(runs.PROMPTS)]
-    (folder / "demos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": str(i), "weight": weight}]
+             for text in runs.PROMPTS for i, weight in enumerate((0, 0.5, 2))]  # yapf: disable
+    chats = [{"messages": sum(turns[i:i + 3], [])} for i in range(0, len(turns), 3)]
+    for name, of in (("demos", rows), ("weighted", chats)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of), encoding="utf-8")
     return folder
 
 
 def plain_loss(home, rows):
-    """Mean NLL of the learnt tokens, by a stock model in float64, one row at a time."""
-    model, lost = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float64), []
+    """Mean NLL of the learnt tokens, and that with their weights, by a stock model in float64, one row at a time."""
+    model, lost, weights = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float64), [], []
     for row in rows:
         ids = torch.tensor(row.token_ids)
         logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         lost.append(-logprobs[torch.tensor(row.loss_mask[1:])])
-    return model, torch.cat(lost).mean()
+        weights.append(torch.tensor(row.weights or [1.0] * len(ids))[1:][torch.tensor(row.loss_mask[1:])])
+    return model, torch.cat(lost).mean(), (torch.cat(weights) * torch.cat(lost)).mean()
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_loss_is_added_to_that_of_the_policy(whole, home, tmp_path):
+@pytest.mark.parametrize("whole,file", [(True, "demos"), (False, "demos"), (True, "weighted"), (False, "weighted")])
+def test_the_loss_is_added_to_that_of_the_policy(whole, file, home, tmp_path):
     """Micro-batches of rows of several lengths; the first gradient of a step with the loss minus that without it."""
-    found, more = {}, {"pretrain_data": ["demos.jsonl"], "ptx_coef": 0.3, "ptx_batch_size": 5, "pretrain_mode": whole}
+    found = {}
+    more = {"pretrain_data": [f"{file}.jsonl"], "ptx_coef": 0.3, "ptx_batch_size": 5, "pretrain_mode": whole,
+            "pretrain_max_len": 128}  # yapf: disable
     for name, options in (("without", {}), ("with", more)):
         trainer = build(home, tmp_path / name, **options)
         rollout = make_rollout(trainer)
         if options:
             rows = trainer.update.pretraining.loader.ahead()
         found[name] = gradients(trainer, rollout)
-    model, loss = plain_loss(home, rows)
-    (0.3 * loss).backward()
+    model, loss, weighted = plain_loss(home, rows)
+    (0.3 * weighted).backward()
     (plain, before), (metrics, after) = found["without"], found["with"]
     for name, parameter in model.named_parameters():
         got = (after[f"actor/model.{name}"] - before[f"actor/model.{name}"]).double()
         assert torch.allclose(got, parameter.grad, atol=2e-6, rtol=1e-4), name
     assert metrics["policy/ptx_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics["policy/loss"] - plain["policy/loss"] == pytest.approx(0.3 * loss.item(), rel=1e-4)
-    assert any(not all(row.loss_mask[1:]) for row in rows) is not whole
+    assert metrics["policy/loss"] - plain["policy/loss"] == pytest.approx(0.3 * weighted.item(), rel=1e-4)
+    assert any(not all(row.loss_mask[1:]) for row in rows) is not (whole and file == "demos")
+    assert any(0.5 in row.weights for row in rows) is (file == "weighted")
 
 
 def test_every_step_of_the_policy_draws_the_next_batch(home, tmp_path):

@@ -1,5 +1,6 @@
 """Distillation: the loss against Hugging Face, micro-batches, ranks, resuming, a sparse teacher live and from files,
 refused teachers."""
+import json
 import shutil
 from functools import partial
 
@@ -27,8 +28,9 @@ trainer_of = rig.trainer_of
 def naive_loss(home, rows, kind, k, coef):
     """The student, its loss and the mean divergence, one sequence at a time."""
     student, teacher = (AutoModelForCausalLM.from_pretrained(home / name) for name in ("model", "other"))
-    gaps, nll = [], []
+    gaps, nll, weights = [], [], []
     for row in rows:
+        weights += [weight for weight, keep in zip(row.weights or [1.0] * len(row.token_ids), row.loss_mask) if keep]
         ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask)[1:]
         own, target = (model(input_ids=ids).logits[0, :-1][mask].log_softmax(-1) for model in (student, teacher))
         nll.append(-own.gather(-1, ids[0, 1:][mask][:, None])[:, 0])
@@ -37,15 +39,26 @@ def naive_loss(home, rows, kind, k, coef):
             own = coarse(own, best)
         gaps.append(divergence(own, target.detach(), kind, 0.3 if kind == "js" else 0.5))
     gaps, nll = torch.cat(gaps), torch.cat(nll)
-    return student, (coef * gaps + (1 - coef) * nll).mean(), gaps.mean()
+    return student, (torch.tensor(weights) * (coef * gaps + (1 - coef) * nll)).mean(), gaps.mean()
 
 
-@pytest.mark.parametrize("kind,k", [("forward", 0), ("reverse", 0), ("js", 0), ("forward", 3), ("reverse", 3)])
-def test_loss_and_gradient_are_those_of_hugging_face(kind, k, home, tmp_path):
-    trainer = trainer_of(home, tmp_path, divergence=kind, kd_top_k=k, kd_coef=0.7, micro_train_batch_size=3,
+def write_weighted(home):
+    """Write chats with marked turns as ``weighted.jsonl``; return that name."""
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i + k), "weight": weight}]
+             for i in range(8) for k, weight in enumerate((0, 0.5, 2))]  # yapf: disable
+    rows = [{"messages": sum(turns[i:i + 3], [])} for i in range(0, 24, 3)]
+    (home / "weighted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "weighted"
+
+
+@pytest.mark.parametrize("kind,k,weighted", [("forward", 0, False), ("reverse", 0, False), ("js", 0, False),
+                                             ("forward", 3, False), ("reverse", 3, True)])  # yapf: disable
+def test_loss_and_gradient_are_those_of_hugging_face(kind, k, weighted, home, tmp_path):
+    trainer = trainer_of(home, tmp_path, write_weighted(home) if weighted else "", divergence=kind, kd_top_k=k, kd_coef=0.7, micro_train_batch_size=3,
                          **({"js_mix": 0.3} if kind == "js" else {}))
     trainer.actor.model.chunk_mib = 0.02  # a few rows at once
     rows = next(trainer.loader)
+    assert {weight for row in rows for weight in row.weights} == ({0.0, 0.5, 1.0, 2.0} if weighted else set())
     trainer.loader.position = 0
     student, loss, gap = naive_loss(home, rows, kind, k, 0.7)
     loss.backward()
