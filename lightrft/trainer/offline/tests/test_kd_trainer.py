@@ -54,8 +54,8 @@ def write_weighted(home):
 @pytest.mark.parametrize("kind,k,weighted", [("forward", 0, False), ("reverse", 0, False), ("js", 0, False),
                                              ("forward", 3, False), ("reverse", 3, True)])  # yapf: disable
 def test_loss_and_gradient_are_those_of_hugging_face(kind, k, weighted, home, tmp_path):
-    trainer = trainer_of(home, tmp_path, write_weighted(home) if weighted else "", divergence=kind, kd_top_k=k, kd_coef=0.7, micro_train_batch_size=3,
-                         **({"js_mix": 0.3} if kind == "js" else {}))
+    trainer = trainer_of(home, tmp_path, write_weighted(home) if weighted else "", divergence=kind, kd_top_k=k,
+                         kd_coef=0.7, micro_train_batch_size=3, **({"js_mix": 0.3} if kind == "js" else {}))
     trainer.actor.model.chunk_mib = 0.02  # a few rows at once
     rows = next(trainer.loader)
     assert {weight for row in rows for weight in row.weights} == ({0.0, 0.5, 1.0, 2.0} if weighted else set())
