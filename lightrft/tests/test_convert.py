@@ -89,6 +89,7 @@ def test_a_dcp_folder_becomes_a_model(base, tmp_path, nested):
         value.equal(expected[name]) for name, value in weights(tmp_path / "out").items())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.lm_head.weight.equal(model.lm_head.weight), "the tied head follows"
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "that of the umask"
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id is not None
     assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id
 

@@ -30,6 +30,7 @@ def test_merged_and_adapter_agree(tmp_path: Path) -> None:
         assert list(parts) == list(apart) and all(torch.equal(parts[one], apart[one]) for one in apart)
         strategy.save_model(prepared, tmp_path / name)
         strategy.teardown()
+        assert len({file.stat().st_mode for file in (tmp_path / name / "adapter").iterdir()}) == 1, "that of the umask"
         merged = Qwen2ForCausalLM.from_pretrained(tmp_path / name)
         base = PeftModel.from_pretrained(Qwen2ForCausalLM.from_pretrained(tmp_path / "base"),
                                          tmp_path / name / "adapter")

@@ -90,6 +90,7 @@ def test_that_command_merges_it_once(both, tmp_path):
     merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
     assert merged.keys() == expected.keys() and all(merged[name].equal(expected[name]) for name in merged)
     load_actor(ModelConfig(pretrain=str(tmp_path / "merged")))
+    assert len({file.stat().st_mode for file in (tmp_path / "merged").iterdir()}) == 1, "that of the umask"
 
 
 def test_a_run_from_an_invalid_generation_config_ends_with_a_whole_model(tmp_path, caplog, monkeypatch,
