@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightrft.config.preference_schema import WITHOUT_REFERENCE
-from lightrft.ops.preference import PAIR_LOSSES, Pairs, kto, kto_kl, match_by_rank
+from lightrft.ops.preference import PAIR_LOSSES, Pairs, kto, kto_kl, match_by_rank, ordered_rightly
 
 KNOWN = Pairs(*(torch.tensor(row)
                 for row in ([-10., -12.], [-14., -11.], [-11., -12.], [-13., -12.], [5., 6.], [7., 3.])))
@@ -24,6 +24,10 @@ def drawn(seed, count=7):
 def losses(name, pairs, **options):
     entry = PAIR_LOSSES.get(name)
     return entry.fn(pairs, **{key: value for key, value in (OPTIONS | options).items() if key in entry.reads})
+
+
+def test_a_tie_is_half_a_right_pair():
+    assert ordered_rightly(torch.tensor([0.5, 0.0, -0.5, 0.0])).tolist() == [1.0, 0.5, 0.0, 0.5]
 
 
 @pytest.mark.parametrize("name,options,value", [
