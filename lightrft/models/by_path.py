@@ -25,7 +25,7 @@ def load_at(path: str, arguments: dict[str, Any]) -> ActorLanguage:
         ConfigError: an argument that is unknown, or that asks for what is not here.
     """
     known = group_options(ModelConfig)
-    values = {"pretrain": path}
+    values: dict[str, Any] = {"pretrain": path}
     for name, value in arguments.items():
         if name in known and name not in _GRANTED:
             values |= {} if value is None else {name: known[name].convert(value)}

@@ -27,7 +27,8 @@ def is_response_fault(error: BaseException | None) -> bool:
 @dataclass(frozen=True)
 class RewardInput:
     """One response with all data of its row. ``response`` never contains the prompt; ``media``: keys of those in the
-    messages, in order; ``template_kwargs``: for the chat template of a model that renders the messages."""
+    messages, in order; ``template_kwargs``: for the chat template of a model that renders the messages;
+    ``model_rewards``: scores of the reward models by name, for a function that reads them."""
     prompt: str
     response: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -37,6 +38,7 @@ class RewardInput:
     columns: dict[str, Any] = field(default_factory=dict)
     media: tuple[str, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_rewards: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def group(self) -> tuple[str, tuple[str, ...]]:

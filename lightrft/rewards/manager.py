@@ -123,10 +123,17 @@ class RewardManager:
 
     def finish(self, handle: Handle) -> None:
         """Start the parts that judge responses together; all responses of the handle are added."""
-        for part, rows in handle.together.values():
+        self._start_together(handle, [part for part, _ in handle.together.values() if not self._waits(part)])
+
+    def _start_together(self, handle: Handle, parts: list[RewardPart]) -> None:
+        for part in parts:
+            _, rows = handle.together.pop(part.name)
             rows.sort()
             handle.jobs.append(Job(part.name, rows, self._start(part, [(handle, row) for row in rows])))
-        handle.together = {}
+
+    def _waits(self, part: RewardPart) -> bool:
+        """Return True if a part reads the scores of reward models."""
+        return part.reads_models and bool(self.models)
 
     def begins_early(self, item: RewardInput) -> bool:
         """Return True if a slow part judges each response to this prompt on its own."""
@@ -167,12 +174,22 @@ class RewardManager:
             self.flush()
         elif any(model.waiting for model in self.neural.values()):
             raise RuntimeError("the reward models are sharded: call flush() on all ranks before collect()")
+        self._await(handle)
+        if handle.together:
+            for number, row in handle.rows.items():
+                scores = {name: row.outcomes[name].value if name in row.outcomes else None for name in self.models}
+                handle.rows[number] = row._replace(item=replace(row.item, model_rewards=scores))
+            self._start_together(handle, [part for part, _ in handle.together.values()])
+            self._await(handle)
+        return [self._total(handle.rows[row]) for row in sorted(handle.rows)]
+
+    def _await(self, handle: Handle) -> None:
+        """Wait for the jobs of a handle, and store their outcomes."""
         for job in handle.jobs:
             outcomes = [outcome for future in job.futures for outcome in self._answer(future)]
             for row, outcome in zip(job.rows, outcomes, strict=True):
                 handle.rows[row].outcomes[job.part] = self._judged(outcome)
         handle.jobs = []
-        return [self._total(handle.rows[row]) for row in sorted(handle.rows)]
 
     @property
     def divided(self) -> bool:
@@ -208,7 +225,8 @@ class RewardManager:
                 raise UserError(f"--reward names {part.name!r} twice. Remedy: name it once, with the weight you want")
             parts.append((part, entry.weight))
         chosen = {part.name for part, _ in parts} | {name for own in self.own_recipes.values() for name, _ in own}
-        parts += [(self._part(name), 1.0) for name in self.models if name not in chosen]
+        others_weight = 0.0 if any(part.reads_models for part, _ in parts) else 1.0  # that part counts their scores
+        parts += [(self._part(name), others_weight) for name in self.models if name not in chosen]
         return parts + ([(remote_part(self.remote, "remote"), 1.0)] if self.remote is not None else [])
 
     def _part(self, name: str) -> RewardPart:

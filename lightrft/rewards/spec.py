@@ -37,7 +37,8 @@ class RewardPart:
     """One reward part: ``fast`` decides in this process or returns None; then ``submit`` (worker or server) decides.
 
     ``together``: the part may compare the responses to a prompt and needs all of them; else ``submit`` gives a future
-    for each response.
+    for each response. ``columns`` of the rows are required; ``reads_models``: it starts when the reward models have
+    scored.
     """
     name: str
     fast: Callable[[RewardInput], Outcome | None] | None = None
@@ -45,6 +46,8 @@ class RewardPart:
     together: bool = False
     warm: Callable[[], object] | None = None
     limit_s: float = 0.0  # seconds for one response; 0: --reward_timeout_s
+    columns: tuple[str, ...] = ()
+    reads_models: bool = False
 
     @property
     def built_in(self) -> bool:
@@ -98,7 +101,7 @@ def _pickled(name: str, reward: object) -> bytes:
 def _in_worker(spec: Spec, pool: WorkerPool) -> RewardPart:
     info = pool.load(spec).result()
     return RewardPart(info.name, submit=partial(pool.submit_together if info.batched else pool.submit, spec),
-                      together=info.batched)
+                      together=info.batched, columns=info.columns, reads_models=info.reads_models)
 
 
 def file_part(entry: RewardEntry, pool: WorkerPool) -> RewardPart:

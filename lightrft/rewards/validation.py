@@ -1,5 +1,5 @@
 """Checks before training: each reward scores a known-good answer above a known-bad one, and rewards can differ."""
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -7,6 +7,7 @@ from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager, Weighted
 from lightrft.rewards.references import ReferenceFormError
 from lightrft.rewards.rules import check_reference, FAST, normalise, plain_number, reference_answers, TAGGED
+from lightrft.rewards.workers.user_file import EXPECTED, unfilled
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import one_rank_warns, warn_of_all
 
@@ -34,7 +35,33 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> list[Score]:
 
 def check_references(manager: RewardManager, rows: Iterable[RewardInput]) -> None:
     """Raise a :class:`RewardProbeError` for a reference in a form that a built-in part of its row cannot read: each
-    response would be unscored, or wrong."""
+    response would be unscored, or wrong. So it does for a function with a parameter that nothing can fill."""
+    check_columns(manager, _with_readable_references(manager, rows))
+
+
+def check_columns(manager: RewardManager, rows: Iterable[RewardInput], every: bool = True) -> None:
+    """Raise a :class:`RewardProbeError` for a function that requires a column which no row has.
+
+    Args:
+        every: read the rows to their end, also when nothing is missing any more.
+    """
+    missing: dict[str, set[str]] = {}
+    known: dict[str, None] = {}
+    for row in rows:
+        known |= dict.fromkeys(row.columns)
+        for part, _ in manager.parts_of(row):
+            missing.setdefault(part.name, set(part.columns)).difference_update(row.columns)
+        if not every and not any(missing.values()):
+            return
+    for name, columns in missing.items():
+        if columns:
+            raise RewardProbeError(
+                f"the reward {name!r}: {unfilled(sorted(columns))}: no contract of rewards has it, and the rows have "
+                f"the columns {', '.join(known) or 'of prompt and reference alone'}. Remedy: give it a default, or "
+                f"name a column. The contracts are {EXPECTED}")
+
+
+def _with_readable_references(manager: RewardManager, rows: Iterable[RewardInput]) -> Iterator[RewardInput]:
     for row in rows:
         for part, _ in manager.parts_of(row):
             try:
@@ -44,6 +71,7 @@ def check_references(manager: RewardManager, rows: Iterable[RewardInput]) -> Non
                     f"the reward {part.name!r} cannot read the reference of {_name(row)}: {error}. Remedy: write the "
                     "answer as a text or a list of texts, name another column with --reference_key, or score such rows "
                     "with a function of your own") from None
+        yield row
 
 
 def good_answers(manager: RewardManager, row: RewardInput) -> list[str]:

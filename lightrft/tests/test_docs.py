@@ -170,7 +170,7 @@ def test_the_reward_files_of_the_docs_score(tmp_path):
     for number, text in enumerate(blocks):
         path = tmp_path / f"reward_{number}.py"
         path.write_text(text, encoding="utf-8")
-        scorer, name, _ = load(str(path))
+        scorer, name, *_ = load(str(path))
         namespace = {}
         exec(text, namespace)
         message.append(signature_of(namespace[name]))

@@ -160,7 +160,7 @@ def test_its_reward_contract_is_read() -> None:
         right = torch.tensor([float(query.endswith(ref)) for query, ref in zip(queries, refs)])
         return right, {"accuracy_reward": right}
 
-    scorer, batched = scorer_of(reward_fn, "reward_fn")
+    scorer, _, batched, *_ = scorer_of(reward_fn, "reward_fn")
     items = [RewardInput("1+1=", answer, reference="2", label="gsm8k_rule") for answer in ("2", "3")]
     outcomes = [outcome for outcome in scorer(items) if outcome is not None]
     assert batched and [outcome.value for outcome in outcomes] == [1.0, 0.0]

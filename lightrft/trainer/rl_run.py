@@ -22,7 +22,8 @@ def trainer_arguments(config: Config, session: Session, functions: Mapping[str, 
         functions: of this program, by the names under which ``--reward`` selects them.
         own: models that the program has made; the others are those that the options need.
     """
-    data, strategy, path, limit = config.data, session.strategy, config.model.pretrain, config.rollout.prompt_max_len
+    data, strategy, limit = config.data, session.strategy, config.rollout.prompt_max_len
+    path = str(config.model.pretrain)
     fetch_once(strategy, config, data)
     tokenizer = load_tokenizer(path, data.chat_template)
     media = open_media(path, tokenizer, data, strategy)

@@ -21,7 +21,7 @@ from lightrft.models.rope import fix_length
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import check_references, check_spread, probe
+from lightrft.rewards.validation import check_columns, check_references, check_spread, probe
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import Prepared, StrategyBase
@@ -89,6 +89,8 @@ def _try_rewards(config: Config, rewards: RewardManager, prompts: Sequence[Promp
     """Raise if the rewards lack the part of ``--accuracy_part``, cannot fill a batch of dynamic sampling, cannot read
     the references of prompts, or do not separate good from bad answers."""
     check_accuracy_part(config.eval.accuracy_part, rewards.part_names())
+    for rows in (prompts, held_out):
+        check_columns(rewards, (reward_input(prompt, "") for prompt in rows), every=False)
     if not (config.rollout.dynamic_sampling or config.reward.reward_probe):
         return  # the data may be large: do not read it for nothing
     asked = [reward_input(prompt, "") for prompt in prompts]

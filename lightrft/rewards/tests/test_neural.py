@@ -53,6 +53,24 @@ def test_a_function_that_is_named_like_the_model_does_not_replace_it(scorers, tm
     manager.shutdown()
 
 
+def test_a_function_of_the_original_gets_their_scores(scorers, tmp_path):
+    """As tensors, found by name; its result is the reward, unless the weight of a model says otherwise."""
+    a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
+    (tmp_path / "both.py").write_text("def mix(model_reward_list, labels, queries, refs, label_map):\n"
+                                      "    kind, right = (model_reward_list[label_map[n]] for n in ('kind', 'right'))\n"
+                                      "    return 2 * kind - right, {'kind_mean': kind.mean()}\n")
+    named = [f"kind={scorers[0]}", f"right={scorers[1]}"]
+    manager = manager_of(*named, reward=[str(tmp_path / "both.py")])
+    scores = manager.collect(manager.submit(ITEMS))
+    assert [score.total for score in scores] == pytest.approx([2 * x - y for x, y in zip(a, b)], rel=1e-4, abs=1e-4)
+    assert [score.parts["kind"] for score in scores] == pytest.approx(a, rel=1e-4, abs=1e-4)
+    assert scores[0].parts["mix/kind_mean"] == pytest.approx(sum(a) / 6, rel=1e-4, abs=1e-4)
+    manager.shutdown()
+    manager = manager_of(*named, reward=[str(tmp_path / "both.py"), "right=0.5"])
+    assert totals(manager) == pytest.approx([2 * x - y / 2 for x, y in zip(a, b)], rel=1e-4, abs=1e-4)
+    manager.shutdown()
+
+
 def test_weights_by_entry_and_by_recipe(scorers):
     a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
     named = [f"kind={scorers[0]}", f"right={scorers[1]}"]

@@ -1,11 +1,13 @@
 """A user's reward file: each signature, and each way to fail."""
 import time
+from dataclasses import replace
 
 import pytest
 
 from lightrft.rewards.base import RewardInput
-from lightrft.rewards.validation import probe
+from lightrft.rewards.validation import check_references, probe
 from lightrft.rewards.workers.user_file import outcomes_of
+from lightrft.utils.errors import UserError
 
 ITEMS = [
     RewardInput(f"p{i}:", text, reference=str(i), data_source="src", label="lab", columns={"level": i})
@@ -186,3 +188,54 @@ def test_probe_of_a_user_file(make_manager, tmp_path, capsys, monkeypatch):
 def test_scores_alone_and_constants_as_logs():
     outcomes = outcomes_of({"scores": [1, True], "extra_logs": {"k": 3}}, 2)
     assert [(o.value, o.extra) for o in outcomes] == [(1.0, {"k": 3.0}), (1.0, {"k": 3.0})], outcomes
+
+
+@pytest.mark.parametrize("source, function", [
+    ("def f(queries, prompts, /, labels, *, level, unknown=3):\n"
+     "    return [l - l + len(q) > len(p) for q, p, l in zip(queries, prompts, level)]", ""),
+    ("def f(*args, queries, **kwargs):\n    return [not args and len(kwargs['level']) > 0] * len(queries)", ""),
+    ("def f(data_source, solution_str, ground_truth, /, extra_info={}, *, tokenizer=None):\n    return 1.0", ""),
+    ("class R:\n    def __call__(self, completions, level):\n        return [1.0] * len(level)\n"
+     "reward = R()", ":reward"),
+    ("from dataclasses import dataclass\n@dataclass\nclass R:\n    size: float\n"
+     "    async def __call__(self, queries):\n        return [self.size] * len(queries)\nreward = R(1.0)", ":reward"),
+    ("from functools import partial\ndef f(queries, size):\n    return [size] * len(queries)\n"
+     "reward = partial(f, size=1.0)", ":reward"),
+])  # yapf: disable
+def test_parameters_are_filled_whatever_their_kind(scores, source, function):
+    """By position, by keyword, in ``**kwargs``; of functions, of objects (also without a hash) and of partials."""
+    assert totals(scores(source, function=function)) == [1.0] * 4
+
+
+CONTRACTS = ("reward_func(queries, prompts, labels)", "reward_fn(model_reward_list, labels, queries, refs, label_map)",
+             "compute_score(data_source, solution_str, ground_truth", "f(prompts, completions, **columns)")
+
+
+@pytest.mark.parametrize("source, function, said", [
+    ("def compute_score(solution_str, ground_truth, tokenizer):\n    return 1.0", "",
+     r"nothing can fill the parameter tokenizer; columns of a row are in extra_info"),
+    ("def f(solution_strs, ground_truths, *, mode, level):\n    return [1.0]", "", "the parameter mode, level"),
+    ("def f(*queries):\n    return [1.0]", "", "none of the known signatures"),
+    ("def f(**kwargs):\n    return [1.0]", "", "none of the known signatures"),
+    ("class R:\n    def __call__(self, queries):\n        return [1.0]", ":R", "R is a class. Remedy: name an object"),
+    ("f = print", ":f", "none of the known signatures"),
+])
+def test_a_function_that_nothing_can_call_is_refused_at_load(scores, source, function, said):
+    with pytest.raises(UserError, match=said) as error:
+        scores(source, function=function)
+    assert "is a class" in said or all(each in str(error.value) for each in CONTRACTS)
+
+
+@pytest.mark.parametrize("head", ["reward(model_x, queries)", "f(model_x, /, completions, **columns)",
+                                  "f(model_reward_list, queries, *, model_x)"])  # yapf: disable
+def test_a_parameter_that_no_row_has_is_refused_before_training(scores, head):
+    """A column that some rows have is enough; it is None for the others."""
+    source = f"def {head}:\n    return [float(value == 'a') for value in model_x]\n"
+    result, manager = scores(source, [replace(ITEMS[0], columns={"model_x": "a"}), ITEMS[1]])
+    assert totals((result, manager)) == [1.0, 0.0]
+    check_references(manager, [ITEMS[1], replace(ITEMS[0], columns={"model_x": "a"})])
+    for check in (check_references, probe):
+        with pytest.raises(UserError,
+                           match="nothing can fill the parameter model_x.*the rows have the columns level") as error:
+            check(manager, ITEMS)
+        assert all(each in str(error.value) for each in CONTRACTS)

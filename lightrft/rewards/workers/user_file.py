@@ -2,25 +2,26 @@
 
 - ``reward_func(queries, prompts, labels)``: lists in; a list, a tensor or ``{"rewards": ...}`` out.
   A query is prompt + response; a label is the row's reference, or its label where it has none.
-- ``reward_fn(model_reward_list, labels, queries, refs, label_map)``: lists in, ``(rewards, metrics)`` out; the list of
-  models and the map are empty, and a label is the row's label.
+- ``reward_fn(model_reward_list, labels, queries, refs, label_map)``: lists in, ``(rewards, metrics)`` out. The first
+  list has a tensor [B] of scores per reward model, the map its index by name; a label is the row's label.
 - ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``: one response; a number out,
   or ``{"score": ...}``, whose other numbers become metrics.
 - ``compute_score(data_sources, solution_strs, ground_truths, extra_infos=None)``: the same for lists.
 - ``f(prompts, completions, **columns)``: lists in, a list out; None leaves a response unscored.
 
-Each may be ``async``. A function of lists always gets whole groups, the responses to a prompt.
+Each may be ``async``, an object with ``__call__`` or a ``functools.partial``. A parameter without a default has to be
+one of these or, in a function of lists, a column of the rows. A function of lists always gets whole groups, the
+responses to a prompt.
 """
 import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightrft.rewards.base import is_response_fault, Outcome, RewardInput
 from lightrft.rewards.workers.event_loop import event_loop, LOOP_FILES, wait_for
@@ -33,9 +34,9 @@ SIGNATURES = {
 }  # yapf: disable
 """Signature -> the parameter names that identify it."""
 EXPECTED = (
-    "reward_func(queries, prompts, labels), compute_score(data_source, solution_str, ground_truth, extra_info=None), "
-    "the same for lists (data_sources, solution_strs, ground_truths, extra_infos) or f(prompts, completions, "
-    "**columns)")
+    "reward_func(queries, prompts, labels), reward_fn(model_reward_list, labels, queries, refs, label_map), "
+    "compute_score(data_source, solution_str, ground_truth, extra_info=None), the same for lists (data_sources, "
+    "solution_strs, ground_truths, extra_infos) or f(prompts, completions, **columns)")
 REMEDY = (
     "The function takes lists, so this leaves all {count} responses of the group unscored. Remedy: let it return None "
     "(unscored), a number or ResponseFault(...) (0) for the response that it cannot judge")
@@ -58,27 +59,78 @@ def check_source(path: Path) -> None:
         raise UserError(f"reward file {path} cannot be read: {error}") from error
 
 
-def load(path: str, function: str = "") -> tuple[Scorer, str, bool]:
-    """Import the file and wrap its function; return (scorer, function's name, True if it takes a whole batch)."""
-    chosen = _choose(_import(Path(path)), path, function)
-    scorer, batched = scorer_of(chosen, f"reward file {path}, line {chosen.__code__.co_firstlineno}: {chosen.__name__}")
-    return scorer, chosen.__name__, batched
+class Loaded(NamedTuple):
+    """A function as a scorer.
+
+    Attributes:
+        batched: it takes a whole batch.
+        columns: parameters that only columns of the rows can fill.
+        reads_models: it takes the scores of the reward models.
+    """
+    scorer: Scorer
+    name: str
+    batched: bool
+    columns: tuple[str, ...] = ()
+    reads_models: bool = False
 
 
-def scorer_of(function: Callable[..., Any], where: str) -> tuple[Scorer, bool]:
-    """Wrap a function of one of the signatures; return (scorer, True if it takes a whole batch)."""
-    kind = signature_of(function)
+def load(path: str, function: str = "") -> Loaded:
+    """Import the file and wrap its function."""
+    name, chosen = _choose(_import(Path(path)), path, function)
+    code = getattr(inspect.unwrap(chosen), "__code__", None)
+    where = f"reward file {path}{f', line {code.co_firstlineno}' if code else ''}: {name}"
+    return scorer_of(chosen, where, name)
+
+
+def scorer_of(function: Callable[..., Any], where: str, name: str = "") -> Loaded:
+    """Wrap a function of one of the signatures.
+
+    Raises:
+        UserError: it has none, or a parameter without a default that nothing can fill.
+    """
+    kind, parameters = signature_of(function), _parameters(function)
+    shown = f"{where}({', '.join(map(str, parameters.values()))})"
     if kind is None:
-        raise UserError(f"{where}{inspect.signature(function)} has none of the known signatures. Remedy: {EXPECTED}")
+        raise UserError(f"{shown} has none of the known signatures. Remedy: {EXPECTED}")
+    required = [name for name in _named(parameters) if parameters[name].default is inspect.Parameter.empty]
+    columns = tuple(name for name in required if name not in _ARGUMENTS[kind]([]))
+    if columns and kind in ("compute_score", "compute_scores"):
+        raise UserError(f"{shown}: {unfilled(columns)}; columns of a row are in extra_info. Remedy: give a default to "
+                        f"what is not one of {EXPECTED}")
+    call = _caller(function, parameters)
     if kind == "compute_score":
-        return _each(function), False
-    return scorer_of_batches(lambda batch: _call(function, _ARGUMENTS[kind](batch))), True
+        return Loaded(_each(call), name, False)
+    return Loaded(scorer_of_batches(lambda batch: call(_ARGUMENTS[kind](batch) | _empty(columns, batch))), name, True,
+                  columns, kind == "model_rewards")  # yapf: disable
+
+
+def unfilled(names: Iterable[str]) -> str:
+    """Say that nothing fills the parameters ``names``."""
+    return f"nothing can fill the parameter {', '.join(names)}"
+
+
+def _empty(columns: tuple[str, ...], batch: list[RewardInput]) -> dict[str, Any]:
+    """Return the required columns that other rows have, and these have not: None."""
+    return {name: [None] * len(batch) for name in columns if not any(name in item.columns for item in batch)}
 
 
 def signature_of(function: Callable[..., Any]) -> str | None:
     """Return the key of ``SIGNATURES`` that fits the parameter names of ``function``, or None."""
-    names = set(inspect.signature(function).parameters)
+    names = set(_named(_parameters(function)))
     return next((kind for kind, required in SIGNATURES.items() if names.issuperset(required)), None)
+
+
+def _named(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of all parameters but ``*args`` and ``**kwargs``."""
+    return [name for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; of one in C that does not tell them, none."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _import(path: Path) -> ModuleType:
@@ -98,23 +150,30 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def _choose(module: ModuleType, path: str, function: str) -> Callable[..., Any]:
+def _choose(module: ModuleType, path: str, function: str) -> tuple[str, Callable[..., Any]]:
+    """Return the name and the function that is the reward of a file; one that is named may be any callable."""
     own = {
         name: value for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
     known = f"Its functions: {', '.join(own) or 'none'}"
     if function:
-        if not inspect.isfunction(vars(module).get(function)):
+        chosen = vars(module).get(function)
+        if inspect.isclass(chosen):
+            raise UserError(f"reward file {path}: {function} is a class. Remedy: name an object of it, such as "
+                            f"reward = {function}()")
+        if not callable(chosen):
             raise UserError(f"reward file {path} has no function {function!r}. {known}")
-        return vars(module)[function]
-    fitting = [own[name] for name in ("reward_func", "compute_score") if name in own][:1]
-    fitting = fitting or [value for value in own.values() if signature_of(value)]
+        return function, chosen
+    preferred: list[str] = ["reward_func", "compute_score"]
+    fitting = [name for name in preferred if name in own][:1]
+    fitting = fitting or [name for name, value in own.items() if signature_of(value)]
     if len(fitting) != 1 and len(own) != 1:
         raise UserError(
             f"reward file {path}: cannot tell which function is the reward. {known}. Remedy: path.py:function, where "
             f"the function is {EXPECTED}")
-    return fitting[0] if fitting else next(iter(own.values()))
+    name = (fitting or [*own])[0]
+    return name, own[name]
 
 
 def _query_arguments(batch: list[RewardInput]) -> dict[str, Any]:
@@ -143,15 +202,29 @@ def _lists_of_compute_score(batch: list[RewardInput]) -> dict[str, Any]:
 
 
 def _model_reward_arguments(batch: list[RewardInput]) -> dict[str, Any]:
-    """Return the arguments of LightRFT's contract, where rewards of models are parts of their own."""
+    """Return the arguments of LightRFT's contract; a score that is missing is nan."""
     columns = _query_arguments(batch)
-    return columns | {"model_reward_list": [], "label_map": {}, "refs": columns["references"],
+    names = [*batch[0].model_rewards] if batch else []
+    return columns | {"model_reward_list": [_tensor([item.model_rewards[name] for item in batch]) for name in names],
+                      "label_map": {name: index for index, name in enumerate(names)}, "refs": columns["references"],
                       "labels": [item.label for item in batch]}  # yapf: disable
+
+
+def _tensor(scores: list[float | None]) -> Any:
+    import torch  # rewards that read no model do not wait for it
+    return torch.tensor([math.nan if score is None else score for score in scores])
+
+
+def _score_arguments(batch: list[RewardInput]) -> dict[str, Any]:
+    """Return the arguments of verl's contract for the first response."""
+    item = batch[0] if batch else RewardInput("", "")
+    return {"data_source": item.data_source, "solution_str": item.response, "ground_truth": item.reference,
+            "extra_info": _extra_info(item)}  # yapf: disable
 
 
 _ARGUMENTS = {"model_rewards": _model_reward_arguments,
               "reward_func": _query_arguments, "completions": _completion_arguments,
-              "compute_scores": _lists_of_compute_score}  # yapf: disable
+              "compute_score": _score_arguments, "compute_scores": _lists_of_compute_score}  # yapf: disable
 
 
 def _extra_info(item: RewardInput) -> dict[str, Any]:
@@ -171,21 +244,22 @@ def _columns(batch: list[RewardInput]) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=None)
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the parameter names; None: any. Cached, because inspection takes longer than many rewards."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return None if takes_all else frozenset(parameters)
+def _caller(function: Callable[..., Any], parameters: Mapping[str,
+                                                              inspect.Parameter]) -> Callable[[dict[str, Any]], Any]:
+    """Return what calls ``function`` with those of the arguments that it takes. Its parameters are read once, because
+    that takes longer than many rewards."""
+    kinds = {name: each.kind for name, each in parameters.items()}
+    first = [each for each in parameters.values() if each.kind is each.POSITIONAL_ONLY]
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    named = set(_named(parameters)) - {each.name for each in first}
 
+    def call(arguments: dict[str, Any]) -> Any:
+        by_position = [arguments.get(each.name, each.default) for each in first]
+        others = {name: value for name, value in arguments.items()
+                  if name in named or takes_all and name not in kinds}  # yapf: disable
+        return awaited(function(*by_position, **others))
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    names = _parameters(function)
-    return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
-
-
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    return awaited(function(**_accepted(function, arguments)))
+    return call
 
 
 def awaited(result: Any) -> Any:
@@ -193,17 +267,12 @@ def awaited(result: Any) -> Any:
     return wait_for(result) if inspect.isawaitable(result) else result
 
 
-def _each(function: Callable[..., Any]) -> Scorer:
+def _each(call: Callable[[dict[str, Any]], Any]) -> Scorer:
 
     def score(batch: list[RewardInput]) -> Iterator[Outcome]:
         for item in batch:
             with CaptureException() as captured:
-                outcome = outcome_of(
-                    _call(
-                        function, {
-                            "data_source": item.data_source, "solution_str": item.response, "ground_truth":
-                            item.reference, "extra_info": _extra_info(item)
-                        }))
+                outcome = outcome_of(call(_score_arguments([item])))
             yield _raised(captured) if captured.cause is not None else outcome
 
     return score

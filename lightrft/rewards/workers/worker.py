@@ -40,19 +40,20 @@ class Spec:
 
 @dataclass(frozen=True)
 class Info:
-    """Description of a loaded reward: the name of the function; ``batched``: it takes a whole batch in one call."""
+    """Description of a loaded reward: the name of the function, and the facts of
+    :class:`~lightrft.rewards.workers.user_file.Loaded`."""
     name: str
     batched: bool
+    columns: tuple[str, ...] = ()
+    reads_models: bool = False
 
 
 def resolve(spec: Spec) -> tuple[Scorer, Info]:
     """Import the reward that ``spec`` names."""
-    if spec.kind == "file":
-        scorer, name, batched = load(spec.path, spec.function)
-        return scorer, Info(name, batched)
-    if spec.kind == "function":
-        scorer, batched = scorer_of(pickle.loads(spec.pickled), f"reward {spec.function}")
-        return scorer, Info(spec.function, batched)
+    if spec.kind in ("file", "function"):
+        loaded = load(spec.path, spec.function) if spec.kind == "file" else scorer_of(
+            pickle.loads(spec.pickled), f"reward {spec.function}", spec.function)
+        return loaded.scorer, Info(loaded.name, loaded.batched, loaded.columns, loaded.reads_models)
     if spec.kind == "callable":
         reward = pickle.loads(spec.pickled)
         return scorer_of_batches(lambda batch: awaited(reward(batch))), Info(spec.function, True)
