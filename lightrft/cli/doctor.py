@@ -129,7 +129,7 @@ def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
     """Check the model, if there is one, and the disk and memory that its run takes."""
     if not config.model.pretrain:
         return
-    from lightrft.models.loader import model_shape, parameter_shapes
+    from lightrft.models.config_json import model_shape, parameter_shapes
     from lightrft.preflight.algorithm_rules import trains_critic
     from lightrft.preflight.planned import settle
     critic = trains_critic(config)

@@ -61,7 +61,8 @@ def _merge(model: str, adapter: Path, out: Path, is_rm: bool, dtype: "torch.dtyp
     import torch
     from transformers import AutoConfig
 
-    from lightrft.models.loader import load_exported, takes_media
+    from lightrft.models.config_json import takes_media
+    from lightrft.models.loader import load_exported
     from lightrft.models.reward_model import JUDGE, SCORES, STEPS
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
@@ -139,7 +140,7 @@ def _with_one_score(model: str, adapter: Path) -> "PretrainedConfig":
     Raises:
         UserError: the adapter has another head than one matrix for one score.
     """
-    from lightrft.models.loader import read_config
+    from lightrft.models.config_json import read_config
     from lightrft.models.reward_model import RewardHead
     head = {name: [*tensor.shape] for name, tensor in _brought(adapter).items() if ".lora_" not in name}
     if [*head] != ["score.weight"] or head["score.weight"][0] != 1:

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.schema import Config
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.template_variables import check_read
-from lightrft.models.loader import check_context, load_actor
+from lightrft.models.config_json import check_context
+from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.rounding import has_experts, RunArithmetic
 from lightrft.rollout.engine import RolloutEngine

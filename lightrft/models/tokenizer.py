@@ -11,7 +11,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.models.generation_config import declared, fault, NAME, valid_part
-from lightrft.models.loader import logit_count, takes_media
+from lightrft.models.config_json import logit_count, takes_media
 from lightrft.utils.errors import did_you_mean, first_line, UserError
 from lightrft.utils.hub import model_folder, read_pretrained
 from lightrft.utils.logging import get_logger, warn_of_all

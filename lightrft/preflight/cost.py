@@ -54,7 +54,7 @@ def known_model(path: str | None, hub: bool = False, head: bool = True,
     folder = Path(path or "").expanduser()
     if not path or not (folder / "config.json").is_file() and (folder.exists() or not hub):
         return model_size(path), None
-    from lightrft.models.loader import model_shape, parameter_shapes, trained_share
+    from lightrft.models.config_json import model_shape, parameter_shapes, trained_share
     try:
         shapes = _weight_shapes(path) or parameter_shapes(path)
         counted = {name: shape for name, shape in shapes.items() if head or not name.endswith("lm_head.weight")}
@@ -72,7 +72,7 @@ def known_kinds(paths: Iterable[str]) -> "dict[str, RewardKind]":
     here = [path for path in paths if (Path(path).expanduser() / "config.json").is_file()]
     if not here:
         return {}
-    from lightrft.models.loader import reward_kind
+    from lightrft.models.config_json import reward_kind
     return {path: reward_kind(path) for path in here}
 
 

@@ -12,7 +12,8 @@ import torch
 
 from lightrft.config.schema import DataConfig, RewardConfig
 from lightrft.datasets.sft_dataset import answered, encode_all, Encoded
-from lightrft.models.loader import context_of, load_scorer
+from lightrft.models.config_json import context_of
+from lightrft.models.loader import load_scorer
 from lightrft.models.reward_model import RewardModel
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.placement import Load, Model, Placement, ScorerSetup

@@ -5,7 +5,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.media_store import MediaStore, open_store
 from lightrft.datasets.records import Message
 from lightrft.datasets.rendering import Renderer
-from lightrft.models.loader import media_kinds, token_frames
+from lightrft.models.config_json import media_kinds, token_frames
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.placement import ScorerSetup

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightrft.config.options import show
 from lightrft.config.schema import RewardConfig
-from lightrft.models.loader import reward_kind
+from lightrft.models.config_json import reward_kind
 from lightrft.models.reward_model import RewardKind
 from lightrft.rewards.generative import ComparingJudge, GradingJudge
 from lightrft.rewards.neural import NeuralReward, QueuedReward

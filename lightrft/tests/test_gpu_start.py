@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightrft.cli import train
-from lightrft.models.loader import parameter_shapes
+from lightrft.models.config_json import parameter_shapes
 from lightrft.preflight import engine_rules
 from lightrft.preflight.hardware import Machine
 from lightrft.strategy.host_buffers import Slabs

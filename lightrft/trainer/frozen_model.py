@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.media_store import open_store
-from lightrft.models.loader import load_actor, logit_count, media_kinds, token_frames
+from lightrft.models.config_json import logit_count, media_kinds, token_frames
+from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder

@@ -15,7 +15,7 @@ from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten, options
 from lightrft.datasets.rendering import Renderer
 from lightrft.models.architectures import modality_of
-from lightrft.models.loader import media_kinds, read_config
+from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.reward_model import STEPS
 from lightrft.utils.run_summary import RunSummary
 

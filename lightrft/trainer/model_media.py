@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media_store import MediaStore, open_store
-from lightrft.models.loader import media_kinds, token_frames
+from lightrft.models.config_json import media_kinds, token_frames
 from lightrft.models.lora import hf_name
 from lightrft.models.media_features import FeatureCache
 from lightrft.models.packed_model import PackedModel

@@ -15,7 +15,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import check_batch, PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTExample
-from lightrft.models.loader import check_context
+from lightrft.models.config_json import check_context
 from lightrft.models.loss import GPTLMLoss
 from lightrft.models.packed_model import PackedModel
 from lightrft.ops.aggregate import Denominators

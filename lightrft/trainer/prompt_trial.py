@@ -21,7 +21,7 @@ from lightrft.datasets.records import Message, missing, Record, to_records
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import parse_suite
 from lightrft.models.architectures import modality_of
-from lightrft.models.loader import media_kinds, read_config
+from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
 from lightrft.rollout.engines import check_rope

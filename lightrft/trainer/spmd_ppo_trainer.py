@@ -15,7 +15,8 @@ from lightrft.config.stages import check_total, steps_of_data
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import SFTExample
-from lightrft.models.loader import check_context, load_actor, load_critic, logit_count
+from lightrft.models.config_json import check_context, logit_count
+from lightrft.models.loader import load_actor, load_critic
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.rope import fix_length
 from lightrft.rewards.correctness import check_accuracy_part

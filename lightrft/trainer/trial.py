@@ -22,7 +22,7 @@ from lightrft.datasets.records import Record
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset
 from lightrft.datasets.suites import load_suite, parse_suite
-from lightrft.models.loader import check_context
+from lightrft.models.config_json import check_context
 from lightrft.preflight.inputs import data_of, is_here
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager

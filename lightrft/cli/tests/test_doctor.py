@@ -16,7 +16,7 @@ from lightrft.cli.doctor import PROG, local_ranks, main, plan
 from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.models.activations import ModelShape
-from lightrft.models.loader import parameter_shapes
+from lightrft.models.config_json import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
 from lightrft.preflight.checks.machine import check_groups, check_save_path, check_shm
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, memory_verdict, run_bytes

@@ -26,7 +26,7 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.steps import StepDataset
-from lightrft.models.loader import takes_media
+from lightrft.models.config_json import takes_media
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import tiny, tiny_vision
 from lightrft.utils.errors import UserError

@@ -9,7 +9,8 @@ from transformers import (AutoConfig, AutoModelForSequenceClassification, BertCo
 from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.models import loader
-from lightrft.models.loader import check_context, load_actor, load_critic, load_reward_model
+from lightrft.models.config_json import check_context
+from lightrft.models.loader import load_actor, load_critic, load_reward_model
 from lightrft.models.reward_model import RewardHead
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import naive_model, tiny

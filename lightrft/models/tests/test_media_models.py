@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5OmniCon
 from lightrft.config.schema import Config, ModelConfig, StrategyConfig
 from lightrft.models.activations import ModelShape, TowerShape
 from lightrft.models.architectures import modality_of
-from lightrft.models.loader import check_context, load_actor, load_critic, load_exported, parameter_shapes
+from lightrft.models.config_json import check_context, parameter_shapes
+from lightrft.models.loader import load_actor, load_critic, load_exported
 from lightrft.models.lora import hf_name
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import Device

@@ -172,7 +172,7 @@ def check_media(config: Config) -> Iterator[Finding]:
     if not path:
         return
     from lightrft.datasets.media_store import open_store
-    from lightrft.models.loader import media_kinds, token_frames
+    from lightrft.models.config_json import media_kinds, token_frames
     from lightrft.models.tokenizer import load_tokenizer
     kinds = media_kinds(path)
     packages = [package for kind in kinds for package in MEDIA_PACKAGES[kind]]

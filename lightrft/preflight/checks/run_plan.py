@@ -38,7 +38,7 @@ ADAPTERS: tuple[dict[str, Any], ...] = ({"lora_rank": 16}, {"lora_rank": 16} | L
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
     """Check that the model has positions for the lengths and that, in a local folder, no file of weights is missing."""
-    from lightrft.models.loader import check_context
+    from lightrft.models.config_json import check_context
     path, rollout = str(config.model.pretrain), config.rollout
     check_context(path, prompt_max_len=rollout.prompt_max_len, generate_max_len=rollout.generate_max_len)
     folder, text = Path(path).expanduser(), f"{path}: {size.total:,} parameters"

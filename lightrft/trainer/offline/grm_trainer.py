@@ -10,7 +10,7 @@ from lightrft.config.rm_schema import GRMConfig
 from lightrft.config.schema import RolloutConfig
 from lightrft.datasets.judgements import ANSWERS, judge_format, JudgedExample, JudgementDataset, TIE, verdict
 from lightrft.datasets.media_store import MediaStore
-from lightrft.models.loader import context_of
+from lightrft.models.config_json import context_of
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.reward_model import JUDGE
 from lightrft.rollout.engine import RolloutEngine, SamplingParams

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sft_schema import KDConfig
 from lightrft.datasets.sft_dataset import SFTExample
-from lightrft.models.loader import logit_count
+from lightrft.models.config_json import logit_count
 from lightrft.ops.divergence import coarse, divergence
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder

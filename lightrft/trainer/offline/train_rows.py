@@ -3,7 +3,7 @@ from functools import partial
 from typing import Any
 
 from lightrft.config.cli import ParsedConfig
-from lightrft.models.loader import check_context
+from lightrft.models.config_json import check_context
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.model_media import open_media

@@ -13,7 +13,7 @@ from lightrft.config.rm_schema import PRMConfig, StepDataConfig, StepFormat
 from lightrft.config.schema import RewardConfig
 from lightrft.datasets.rows import hold_rows
 from lightrft.datasets.steps import StepDataset
-from lightrft.models.loader import reward_kind
+from lightrft.models.config_json import reward_kind
 from lightrft.models.reward_model import STEPS
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
