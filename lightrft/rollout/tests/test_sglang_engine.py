@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,12 +21,11 @@ from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.weights import buckets
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.tests.support import tiny
+from lightrft.tests.support.sglang_environment import FOLDER, in_its_environment, PYTHON
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
-FOLDER = "lightrft/tests/support"
-PYTHON = Path(f"{sys.prefix}-sglang") / "bin" / "python"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
@@ -36,22 +34,6 @@ def needs_sglang(test):
     for mark in (pytest.mark.engine, pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(1200)):
         test = mark(test)
     return test
-
-
-def in_its_environment(*words, limit_s=1100, **environ):
-    """Run a command where SGLang is; its exit code and what it wrote."""
-    if sys.version_info < (3, 11) or sys.platform != "linux":
-        pytest.skip("SGLang 0.5.23 has wheels for Linux and Python 3.11 or newer only")
-    if not (PYTHON.parents[1] / ".installed").exists():
-        said = f"{PYTHON} is not there, so SGLANG IS NOT TESTED; `make {PYTHON.parents[1].name}/.installed` makes it"
-        pytest.fail(said) if "CI" in os.environ else pytest.skip(said)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/{FOLDER}/sglang_cpu_shim", "PYTHONWARNINGS": "ignore"
-    }
-    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(PYTHON.parents[1] / "pycache")}  # saves 5 s
-    done = subprocess.run([str(word) for word in words], env=environment | compiled | environ, text=True, cwd=ROOT,
-                          timeout=limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # yapf: disable
-    return done.returncode, done.stdout
 
 
 @needs_sglang
