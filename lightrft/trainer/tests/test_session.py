@@ -169,7 +169,9 @@ def test_a_dry_run_reads_local_suites(home, tmp_path, capsys, no_strategy):
                                 "suite.jsonl (evaluation)\ndata: aime24 is"), (f"gpqa={tmp_path}/suite.jsonl", 2,
                                                                                "not a row of Idavidrein/gpqa")):
         with pytest.raises(SystemExit) as error:
-            train.main([*words(home, tmp_path / "run", eval_suite=suites, reward="format"), "--dry_run"])
+            train.main([
+                *words(home, tmp_path / "run", eval_suite=suites, reward="format", prompt_max_len=128), "--dry_run"
+            ])
         said = capsys.readouterr()
         assert error.value.code == code and told in said.out + said.err, said
 
