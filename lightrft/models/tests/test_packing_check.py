@@ -1,9 +1,13 @@
 """A small copy of a model shows at load whether it runs on packed sequences."""
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightrft.models.architectures import modality_of
 from lightrft.models import packing_check
@@ -29,6 +33,7 @@ ACCEPTED = {
 }  # yapf: disable
 if Version(transformers.__version__) >= Version("5.24"):  # their attention is that of all others
     ACCEPTED |= {kind: REFUSED.pop(kind) for kind in ("codegen", "gptj")}
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -52,6 +57,24 @@ def test_a_copy_has_a_layer_of_each_kind_and_limits_that_one_sequence_crosses():
     first, second = packing_check.LENS
     assert first < long.rope_parameters["original_max_position_embeddings"] < second
     assert first < dynamic.max_position_embeddings < second
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="installed without its repository")
+def test_the_page_has_the_families_of_this_release():
+    """And their verdicts, as far as tests know them. Of a family with an encoder, the page has the decoder."""
+    trains, release = {}, ".".join(transformers.__version__.split(".")[:2])
+    for title, section in re.findall(r"^## Transformers (\S+)$(.*?)(?=^## )", PAGE.read_text(),
+                                     re.MULTILINE | re.DOTALL):
+        for count, verdict, kinds in re.findall(r"^\| (\d+) (train|refused): .* \| (`.*`) \|$", section, re.MULTILINE):
+            row = re.findall(r"`([^`]+)`", kinds)
+            assert len(row) == int(count)
+            trains |= dict.fromkeys(row, verdict == "train")
+        if title == release:
+            break
+    else:
+        pytest.skip(f"the page has no table of transformers {release}")
+    assert set(trains) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert {kind for kind in {**ACCEPTED, **REFUSED} if trains[kind]} == {*ACCEPTED, "bert-generation"}
 
 
 def test_a_family_without_a_small_copy_is_refused(monkeypatch):
