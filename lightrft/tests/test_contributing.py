@@ -68,7 +68,8 @@ def recipes() -> dict[str, Recipe]:
         files = {path: text for path, _, kind, text in named if kind != "diff"}
         insertions = {path: text for path, _, kind, text in named if kind == "diff"}
         blocks = re.findall(r"^```bash\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
-        found[title] = Recipe(title, files, insertions, [line for block in blocks for line in block.splitlines()])
+        if files:
+            found[title] = Recipe(title, files, insertions, [line for block in blocks for line in block.splitlines()])
     return found
 
 

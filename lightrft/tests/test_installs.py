@@ -70,6 +70,22 @@ def test_the_install_page_names_the_set(engine):
         assert name not in DIFFERS[engine] or f"{name} {found[name]}" in page, f"the page hides {name}"
 
 
+def test_the_install_page_has_the_bounds_of_setup():
+    core, extras = lists_in_setup()
+    page = " ".join((ROOT / "docs" / "install.md").read_text(encoding="utf-8").split())
+
+    def bounds(texts, name):
+        specifiers = next(Requirement(text).specifier for text in texts if Requirement(text).name == name)
+        return {part.operator: part.version for part in specifiers}
+
+    transformers = bounds(core, "transformers")
+    major, minor = transformers["<"].split(".")
+    assert f"transformers {transformers['>=']} to {major}.{int(minor) - 1}: " in page
+    assert f"torch {bounds(core, 'torch')['<']} and vLLM {bounds(extras['vllm'], 'vllm')['<']} are untested" in page
+    for engine in ("vllm", "sglang"):
+        assert f"keep transformers below {bounds(extras[engine], 'transformers')['<']}," in page
+
+
 # -- against the registry ---------------------------------------------------------------------------------------------
 # what is resolved: name -> (engine, version of Python)
 SETS = {
