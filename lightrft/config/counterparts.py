@@ -1,12 +1,10 @@
 """Names that options here have in other trainers and commands."""
 from lightrft.config.no_counterpart import NOTHING
+from lightrft.config.verl_counterparts import CLIP, KL, PASS, VERL
 from lightrft.config.openrlhf_words import counterpart, OPENRLHF
 
 _BATCH = "--train_batch_size: samples per optimizer step, over all ranks and micro-batches"
 _MICRO = "--micro_train_batch_size or --max_tokens_per_micro_batch"
-_PASS = "--micro_rollout_batch_size or --max_tokens_per_micro_batch"
-_CLIP = "--eps_clip and --eps_clip_high"
-_KL = "--init_kl_coef, with --use_kl_loss for a KL in the loss"
 _LORA = "--lora_rank for LoRA; without it all parameters are trained"
 _RANKS = "torchrun: --nproc-per-node, --nnodes"
 _UNEQUAL = "--dynamic_sampling, which replaces groups of equal rewards"
@@ -25,7 +23,7 @@ ELSEWHERE: dict[str, str] = {
     "gradient_accumulation_steps": _BATCH,
     "steps_per_generation": _BATCH,
     "num_mini_batches": _BATCH,
-    "local_rollout_forward_batch_size": _PASS,
+    "local_rollout_forward_batch_size": PASS,
     "num_ppo_epochs": "--max_epochs",
     "batch_size": "--train_batch_size | --max_tokens_per_micro_batch, which bounds a pass by its tokens",
     "num_iterations": "--max_epochs",
@@ -39,10 +37,10 @@ ELSEWHERE: dict[str, str] = {
     "soft_cache_length": "--overlong_buffer_len",
     "stop_words": "--stop",
     "learning_rate": "--actor_learning_rate",
-    "beta": f"{_KL} | --js_mix, with --divergence js",
-    "kl_coef": _KL,
+    "beta": f"{KL} | --js_mix, with --divergence js",
+    "kl_coef": KL,
     "lam": "--lambd",
-    "cliprange": _CLIP,
+    "cliprange": CLIP,
     "cliprange_value": "--value_clip",
     "whiten_rewards": "--reward_running_norm",
     "rpo_alpha": "--nll_loss_coef with --nll_token_mean",
@@ -132,7 +130,7 @@ ELSEWHERE: dict[str, str] = {
     "kl_init_coef": "--init_kl_coef",
     "kl_use_loss": "--use_kl_loss",
     "policy_loss_type": "--policy_loss",
-    "eps_clip_low_high": _CLIP,
+    "eps_clip_low_high": CLIP,
     "reward_clip_range": "--reward_clip",
     "reward_normalize": "--normalize_reward",
     "reward_model_name_or_path": "--reward_pretrain",
@@ -158,72 +156,6 @@ ELSEWHERE: dict[str, str] = {
     "best_metric_key": "--best_metric",
     "wandb_key": "--use_wandb, with WANDB_API_KEY in the environment",
     "tensorboard_dir": "--use_tensorboard",
-    # verl, without actor_rollout_ref
-    "data.train_files": "--prompt_data | --train_data",
-    "data.val_files": "--eval_data",
-    "data.train_batch_size": "--rollout_batch_size",
-    "data.max_prompt_length": "--prompt_max_len",
-    "data.max_response_length": "--generate_max_len",
-    "calculate_log_probs": "nothing, the engine's log-probs are always kept; --rollout_correction uses them",
-    "actor.shuffle": "nothing, mini-batches are drawn anew in every epoch; --seed chooses them",
-    "critic.ppo_mini_batch_size": "--train_batch_size, of policy and critic",
-    "actor.ppo_mini_batch_size": "--train_batch_size, which counts samples: multiply by --n_samples_per_prompt",
-    "actor.ppo_micro_batch_size_per_gpu": "--micro_train_batch_size",
-    "actor.ppo_epochs": "--max_epochs",
-    "actor.optim.lr": "--actor_learning_rate",
-    "critic.optim.lr": "--critic_learning_rate",
-    "actor.clip_ratio": _CLIP,
-    "actor.clip_ratio_low": "--eps_clip",
-    "actor.clip_ratio_high": "--eps_clip_high",
-    "actor.clip_ratio_c": "--dual_clip",
-    "actor.entropy_coeff": "--entropy_coef",
-    "actor.use_kl_loss": "--use_kl_loss",
-    "actor.kl_loss_coef": _KL,
-    "actor.kl_loss_type": "--kl_estimator",
-    "actor.loss_agg_mode": "--loss_agg_mode",
-    "actor.policy_loss.loss_mode": "--policy_loss",
-    "rollout.n": "--n_samples_per_prompt",
-    "rollout.name": "--engine_type",
-    "rollout.temperature": "--temperature",
-    "rollout.top_p": "--top_p",
-    "rollout.tensor_model_parallel_size": "--engine_tp_size",
-    "rollout.gpu_memory_utilization": "--engine_mem_util",
-    "algorithm.adv_estimator": "--advantage_estimator",
-    "algorithm.use_kl_in_reward": "--init_kl_coef without --use_kl_loss",
-    "algorithm.kl_ctrl.kl_coef": _KL,
-    "algorithm.kl_penalty": "--kl_estimator",
-    "actor.policy_loss.ppo_kl_coef": "--kl_cov_coef",
-    "algorithm.rollout_correction.rollout_is": "--rollout_correction",
-    "algorithm.rollout_correction.rollout_is_threshold": "--correction_high and --correction_low",
-    "algorithm.rollout_correction.bypass_mode": "--rollout_correction bypass",
-    "algorithm.norm_adv_by_std_in_grpo": "--advantage_estimator dr_grpo",
-    "algorithm.gamma": "--gamma",
-    "algorithm.lam": "--lambd",
-    "custom_reward_function.path": "--reward path.py:function",
-    "trainer.total_epochs": "--num_episodes",
-    "trainer.total_training_steps": "--max_steps",
-    "trainer.save_freq": "--save_steps",
-    "trainer.critic_warmup": "--freezing_actor_steps",
-    "trainer.test_freq": "--eval_steps",
-    "trainer.val_before_train": "--eval_at_start",
-    "trainer.project_name": "--wandb_project",
-    "trainer.experiment_name": "--wandb_run_name",
-    "trainer.default_local_dir": "--save_path",
-    "trainer.logger": "--use_tensorboard, --use_wandb or --use_trackio",
-    "trainer.resume_mode": "--load_checkpoint",
-    "model.enable_gradient_checkpointing": "--gradient_checkpointing",
-    "model.lora_alpha": "--lora_alpha",
-    "actor.fsdp_config.param_offload": "--offload_during_rollout | --fsdp_cpu_offload",
-    "actor.fsdp_config.optimizer_offload": "--adam_offload",
-    "ref.fsdp_config.param_offload": "--offload_during_rollout",
-    "rollout.log_prob_micro_batch_size_per_gpu": _PASS,
-    "ref.log_prob_micro_batch_size_per_gpu": _PASS,
-    "rollout.val_kwargs.n": "--eval_n_samples",
-    "rollout.val_kwargs.temperature": "--eval_temperature",
-    "rollout.val_kwargs.top_p": "--eval_top_p",
-    "data.filter_overlong_prompts": "--overlong_prompt filter",
-    "data.truncation": "--overlong_prompt",
-    "reward_model.reward_manager": "--reward",
 }
 """Names of other trainers (docs/coming_from.md) -> flags here; after a bar, that of supervised fine-tuning."""
 
@@ -244,11 +176,11 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--videos_key": ("video_key", ),
     "--label_key": ("data.reward_fn_key", ),
     "--actor_learning_rate | --learning_rate": ("lr", ),
-    _KL: ("kl", "kl_beta", "kl_coeff"),
+    KL: ("kl", "kl_beta", "kl_coeff"),
     "--kl_target": ("algorithm.kl_ctrl.target_kl", ),
     "--kl_target, which makes the coefficient adaptive": ("algorithm.kl_ctrl.type", ),
     "--kl_horizon": ("algorithm.kl_ctrl.horizon", ),
-    _CLIP: ("clip_range", "clip_eps"),
+    CLIP: ("clip_range", "clip_eps"),
     "--eps_clip": ("clip_ratio_low", ),
     "--eps_clip_high": ("clip_ratio_high", ),
     "--entropy_coef": ("entropy_coeff", "entropy_loss_coef"),
@@ -357,7 +289,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--trackers swanlab": ("swanlab_project", "swanlab_token"),
     "--print_samples": ("num_completions_to_print", ),
 }
-ELSEWHERE |= {name: remedy for remedy, names in _ALIKE.items() for name in names} | NOTHING
+ELSEWHERE |= VERL | {name: remedy for remedy, names in _ALIKE.items() for name in names} | NOTHING
 ELSEWHERE |= {name: counterpart(meant) for name, meant in OPENRLHF.items()}  # where they are no flags
 
 _TYPED = "nothing, write the reward into the message, such as <rm_score>: 5.00"

@@ -38,15 +38,24 @@ _REASONS: dict[str, str] = {
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend fsdp_min_num_params "
     "fsdp_transformer_layer_cls_to_wrap wrap_policy_min_num_params parallelism_config ds3_gather_for_generation "
     "reshard_after_forward forward_prefetch",
+    "gradients live between a backward pass and its optimizer step":
+    "fsdp_config_grad_offload",
+    "an engine is divided within layers alone: --engine_tp_size":
+    "rollout.pipeline_model_parallel_size",
     "activations are recomputed, not offloaded: --gradient_checkpointing":
     "enable_activation_offload",
     # processes
     "there is no Ray; torchrun starts the processes":
     "num_cpus num_infer_workers ray_wait_register_center_timeout use_legacy_worker_impl agent_num_workers",
+    "all models share the GPUs of training":
+    "enable_resource_pool",
     "training and engine always share the GPUs":
     "hybrid_engine",
     "a run takes the GPUs that it sees; an empty CUDA_VISIBLE_DEVICES leaves the CPU":
     "trainer.device no_cuda use_cpu use_mps_device",
+    # algorithm
+    "the coefficient stays at 0 or above":
+    "adaptive_entropy_min_ent_coef",
     # data
     "rows are read and tokenized once, at the start":
     "cached_dataset lazy_tokenize dataset_streaming shuffle_buffer_size download_mode dataloader_pin_memory "

@@ -11,27 +11,10 @@ from lightrft.config.options import ConfigError, Option
 ROOTS = ("actor_rollout_ref", "actor", "rollout", "ref", "reward_model", "reward", "trainer", "critic", "data",
          "algorithm", "custom_reward_function", "distillation", "sandbox_fusion", "global_profiler", "transfer_queue",
          "ray_kwargs", "ray_init", "skip", "model_engine")
-_RAY = ("ray_kwargs", "ray_init")
-# parts of a name that decide alone -> what is here in its place
-_PARTS = {
-    "adaptive_entropy.enabled": "--entropy_target, which turns it on",
-    "adaptive_entropy.target_entropy": "--entropy_target",
-    "adaptive_entropy.max_ent_coef": "--entropy_coef_max",
-    "adaptive_entropy.min_ent_coef": "nothing, the coefficient stays at 0 or above",
-    "adaptive_entropy.delta_ent_coef": "--entropy_step",
-    "adaptive_entropy.start_ent_coef": "--entropy_coef",
-    "rollout.n_val": "--eval_n_samples",
-    "rollout.val_temperature": "--eval_temperature",
-    "rollout.val_top_p": "--eval_top_p",
-    "trainer.rejection_sample": "--dynamic_sampling, which replaces groups of equal rewards",
-    "trainer.rejection_sample_multiplier": "--max_gen_rounds, with --dynamic_sampling",
-    "trainer.stats_path": "--save_trajectories; SAVE_PATH/rollouts/step_N.jsonl has every response and its reward",
-    "trainer.stats_save_freq": "--save_trajectories, which writes every step",
-    "fsdp_config.grad_offload": "nothing, gradients live between a backward pass and its optimizer step",
-    "rollout.pipeline_model_parallel_size": "nothing, an engine is divided within layers alone: --engine_tp_size",
-    "megatron": "nothing, layers are not divided: --strategy fsdp, or deepspeed with --zero_stage 3",
-    "enable_resource_pool": "nothing, all models share the GPUs of training",
-}
+_NO_RAY = "there is no Ray, torchrun starts the processes"
+# trees of options of which none is here -> the reason
+_TREES = {"ray_kwargs": _NO_RAY, "ray_init": _NO_RAY,
+          "megatron": "layers are not divided, use --strategy fsdp, or deepspeed with --zero_stage 3"}  # yapf: disable
 
 
 def refusal_of_verl(name: str, value: Any, known: Mapping[str, Option]) -> str | None:
@@ -43,16 +26,12 @@ def refusal_of_verl(name: str, value: Any, known: Mapping[str, Option]) -> str |
     Returns:
         None for a name that is neither verl's nor that of another trainer.
     """
-    answer = _decided(name) or refusal(name, known)
-    if answer is None and "." in name and name.split(".")[0] in ROOTS:
-        reason = "; there is no Ray, torchrun starts the processes" * (name.split(".")[0] in _RAY)
-        return f"{name} is an option of verl without a counterpart here{reason}; drop it"
+    parts = name.split(".")
+    reason = next((_TREES[part] for part in parts if part in _TREES), "")
+    answer = None if reason else refusal(name, known)
+    if answer is None and (reason or len(parts) > 1 and parts[0] in ROOTS):
+        return f"{name} is an option of verl without a counterpart here; {f'{reason}; ' * bool(reason)}drop it"
     return answer and _with_value(answer, str(value), known)
-
-
-def _decided(name: str) -> str | None:
-    remedy = next((text for part, text in _PARTS.items() if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name)), None)
-    return remedy and f"{name} is an option of another trainer; here: {remedy}"
 
 
 def _with_value(text: str, value: str, known: Mapping[str, Option]) -> str:
