@@ -42,7 +42,8 @@ def chat(parsed: ParsedConfig) -> None:
     from lightrft.inference.loading import LoadedModel
     from lightrft.trainer.session import training_session
     from lightrft.trainer.trial import TrialContext
-    opened = partial(LoadedModel.open, parsed.config.as_config())
+    opened = partial(LoadedModel.open, parsed.config.as_config(),
+                     repetition_penalty=parsed.config.engine.repetition_penalty)
     with training_session(parsed, trial=TrialContext(rehearse=lambda strategy: opened(strategy).prepare())) as session:
         model = opened(session.strategy)
         engine = model.start()

@@ -104,7 +104,7 @@ REFUSED: dict[str, str] = {
     "rm_engine_tp": _RM_ENGINE,
     "max_len": "use --prompt_max_len and --generate_max_len",
     "micro_batch_size": "the engine decides how many sequences it runs at once; --engine_max_seqs bounds them",
-    "repetition_penalty": "responses are drawn from the model's own distribution; drop the flag",
+    "repetition_penalty": "in training responses are drawn from the model's own distribution; drop the flag",
     # attention, packing, log-probs
     "disable_logprobs_flashattn":
     "log-probs come from one fused, chunked kernel; use --logprob_chunk_mib to bound its memory",

@@ -3,8 +3,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.config.engines import EngineConfig
-from lightrft.config.inference_schema import InferenceTree, ScoreConfig, shared, WishConfig
+from lightrft.config.inference_schema import DrawingConfig, InferenceTree, ScoreConfig, shared, WishConfig
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import HeldOutConfig
 from lightrft.config.reward_schema import AccuracyConfig
@@ -22,7 +21,7 @@ class ComparedModelsConfig:
 
 
 @dataclass
-class EvaluatedEngineConfig(EngineConfig):
+class EvaluatedEngineConfig(DrawingConfig):
     """The engine, and the sampling of the answers."""
     temperature: float = option(0.0, "sampling temperature; 0 is greedy", within=NON_NEGATIVE, common=True)
     n_samples: int = option(1, "answers per prompt", within=COUNT, common=True)

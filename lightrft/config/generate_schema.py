@@ -2,8 +2,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightrft.config.engines import EngineConfig
-from lightrft.config.inference_schema import InferenceModelConfig, InferenceTree, ScoreConfig, shared, WishConfig
+from lightrft.config.inference_schema import (DrawingConfig, InferenceModelConfig, InferenceTree, ScoreConfig, shared,
+                                              WishConfig)
 from lightrft.config.options import COUNT, NON_NEGATIVE, option
 from lightrft.config.prompt_schema import PromptDataConfig
 from lightrft.config.schema import Config, DataConfig
@@ -15,7 +15,7 @@ POST_PROCESSORS = ("rs", "csft", "iter_dpo")
 
 
 @dataclass
-class SampledEngineConfig(EngineConfig):
+class SampledEngineConfig(DrawingConfig):
     """The engine, and the sampling of the responses."""
     temperature: float = option(1.0, "sampling temperature; 0 is greedy", within=NON_NEGATIVE, common=True)
     best_of_n: int = option(1, "responses per prompt", within=COUNT, common=True)
@@ -82,6 +82,7 @@ class GenerateConfig(InferenceTree):
         "greedy_sampling": "temperature=0",
     }
     GRANTS = {
+        "value_head_prefix": ("score", "config.json of a reward model names its head, which is score without an entry"),
         "zero_stage": ("[0-3]", "nothing is trained; a process holds the whole model, and --engine_tp_size divides it "
                        "in vLLM and SGLang"),
         "micro_batch_size": (r"[1-9]\d*", "the engine decides how many sequences it runs at once (--engine_max_seqs), "

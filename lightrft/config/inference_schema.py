@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.engines import EngineConfig
-from lightrft.config.options import NON_NEGATIVE, option
+from lightrft.config.options import NON_NEGATIVE, option, POSITIVE
 from lightrft.config.reward_schema import RewardConfig, ScoringConfig
 from lightrft.config.run_folders import model_of
 from lightrft.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
@@ -84,11 +84,20 @@ class WishConfig:
         return f" {self.csft_prompt.strip()} " if self.enable_csft else ""
 
 
+@dataclass
+class DrawingConfig(EngineConfig):
+    """The engine, and the sampling of texts that are not trained on."""
+    repetition_penalty: float = option(
+        1.0,
+        "hf, vllm: divide positive logits of the tokens that prompt and response have by this, and multiply negative "
+        "ones; 1 is off", within=POSITIVE)
+
+
 class InferenceTree(Tree):
     """Base of the option trees of commands that generate."""
     strategy: LaunchConfig  # type: ignore[assignment]  # nothing is trained, so the placement has no options
     model: InferenceModelConfig  # type: ignore[assignment]
-    engine: EngineConfig
+    engine: DrawingConfig
     LENGTHS = ("prompt_max_len", "generate_max_len")
 
     @property
@@ -130,7 +139,7 @@ class InferenceTree(Tree):
 
 
 @dataclass
-class ChatEngineConfig(EngineConfig):
+class ChatEngineConfig(DrawingConfig):
     """The engine, and the sampling of the answers."""
     temperature: float = option(0.7, "sampling temperature; 0 is greedy", within=NON_NEGATIVE, common=True)
 

@@ -46,6 +46,9 @@ class ServeConfig(Tree):
     server: ServerConfig = group(ServerConfig)
 
     PREFLIGHT = "lightrft.preflight.inference.ServePreflight"
+    GRANTS = {
+        "value_head_prefix": ("score", "config.json of a reward model names its head, which is score without an entry"),
+    }
 
     @property
     def folder(self) -> None:

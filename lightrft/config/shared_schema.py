@@ -181,7 +181,7 @@ class SinkConfig:
     use_tensorboard: bool = option(False, "write TensorBoard events to SAVE_PATH/tensorboard",
                                    hint="the flag takes no folder: events go to SAVE_PATH/tensorboard")
     use_wandb: bool = option(False, "log to Weights & Biases (needs the wandb extra)",
-                             hint="the flag takes no key: set WANDB_API_KEY in the environment")
+                             hint="files and Python take no key: set WANDB_API_KEY in the environment")
     wandb_project: str = option("lightrft", "project of W&B and the other trackers")
     wandb_run_name: str | None = option(None, "run name of W&B and the other trackers")
     wandb_group: str | None = option(None, "W&B group")

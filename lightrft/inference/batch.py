@@ -54,7 +54,7 @@ def run(config: GenerateConfig, strategy: StrategyBase) -> None:
 
 def _generated(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles, bool]:
     """Answer the prompts that are not answered yet."""
-    model = LoadedModel.open(config.as_config(), strategy)
+    model = LoadedModel.open(config.as_config(), strategy, config.engine.repetition_penalty)
     prompts = _prompts(config, model)
     with _scorers(config, strategy, model.media) as rewards:
         files = _open_files(config, strategy, content_of(prompts))

@@ -9,7 +9,7 @@ from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError, hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
 from lightrft.rollout.engine import Completion, Request, RolloutEngine
-from lightrft.trainer.samples import Response, sample_seed, sampling_params, to_samples
+from lightrft.trainer.samples import Response, sample_seed, to_samples
 from lightrft.types import Prompt
 from lightrft.utils.logging import silent
 
@@ -76,7 +76,7 @@ class Conversation:
     def _pieces(self, prompt: Prompt) -> Iterator[str]:
         """Generate an answer a few tokens at a time, each piece from where the last one ended."""
         cfg, tokenizer = self.model.config.rollout, self.model.tokenizer
-        sampling = sampling_params(cfg, tokenizer)
+        sampling = self.model.sampling
         done, shown, seed = Completion([], [], "length"), "", sample_seed(self.seed, self.turns)
         while done.finish_reason == "length" and len(done.token_ids) < cfg.generate_max_len:
             most = min(len(done.token_ids) + PIECE, cfg.generate_max_len)

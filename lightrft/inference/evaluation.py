@@ -63,7 +63,7 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     False if a stop request has ended it."""
     rl = config.as_config(path)
     fetch_once(strategy, rl, rl.data)
-    model = LoadedModel.open(rl, strategy)
+    model = LoadedModel.open(rl, strategy, config.engine.repetition_penalty)
     prompts = _prompts(config, model)
     with scoring(config.score, ScorerSetup.of(rl, strategy.device, media=model.media)) as rewards:
         check_accuracy_part(config.evaluation.accuracy_part, rewards.part_names())

@@ -11,12 +11,13 @@ from lightrft.models.config_json import check_context
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.rounding import has_experts, RunArithmetic
-from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.model_media import connect_media, open_media
+from lightrft.trainer.samples import sampling_params
 from lightrft.utils.timer import Timer
 
 
@@ -27,9 +28,10 @@ class LoadedModel:
     strategy: StrategyBase
     tokenizer: PreTrainedTokenizerBase
     media: MediaStore | None
+    repetition_penalty: float = 1.0
 
     @classmethod
-    def open(cls, config: Config, strategy: StrategyBase) -> "LoadedModel":
+    def open(cls, config: Config, strategy: StrategyBase, repetition_penalty: float = 1.0) -> "LoadedModel":
         """Read the tokenizer and the processor of ``config.model.pretrain``; the weights are left to :meth:`start`.
 
         Raises:
@@ -40,7 +42,13 @@ class LoadedModel:
         check_context(path, prompt_max_len=lengths.prompt_max_len, generate_max_len=lengths.generate_max_len)
         tokenizer = load_tokenizer(path, config.data.chat_template)
         check_read(config.data.chat_template_kwargs, [tokenizer])  # a chat has no rows yet
-        return cls(config, strategy, tokenizer, open_media(path, tokenizer, config.data, strategy))
+        media = open_media(path, tokenizer, config.data, strategy)
+        return cls(config, strategy, tokenizer, media, repetition_penalty)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Parameters with which responses are drawn."""
+        return replace(sampling_params(self.config.rollout, self.tokenizer), repetition_penalty=self.repetition_penalty)
 
     def prepare(self) -> Prepared:
         """Load the model, and connect it to its media."""

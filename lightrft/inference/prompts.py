@@ -20,7 +20,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_entry, parse_models
 from lightrft.rewards.validation import check_references
-from lightrft.trainer.samples import reward_input, sampling_params
+from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import model_digest
@@ -91,8 +91,7 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     """
     if rewards is not None:
         check_references(rewards, (reward_input(prompt, "") for prompt in prompts))
-    rollout = model.config.rollout
-    sampling, samples = sampling_params(rollout, model.tokenizer), rollout.n_samples_per_prompt
+    sampling, samples = model.sampling, model.config.rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):
         return going

@@ -16,6 +16,8 @@ T = TypeVar("T")
 class SamplingParams:
     """Parameters for drawing tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
+    ``repetition_penalty``: before all others, positive logits of the tokens of prompt and response are divided by it,
+    and negative ones multiplied (CTRL, arXiv:1909.05858); 1 is off.
     ``first_temperature``: temperature of the first token of a response (FIRE, arXiv:2410.21236); None: the same.
     """
     max_new_tokens: int
@@ -25,6 +27,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     first_temperature: float | None = None
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,12 @@ def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
     return (_mixed(state) >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits [n, V] with those of ``seen`` [n, V] bool divided by ``penalty`` where positive, else multiplied (Keskar
+    et al. 2019, arXiv:1909.05858)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits [n, V] with -inf outside top-k, then top-p, then min-p (the order of Hugging Face).
 

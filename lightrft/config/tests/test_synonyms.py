@@ -9,6 +9,7 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.synonyms import synonyms
 from lightrft.config.tests.test_cli import fails
@@ -88,6 +89,12 @@ def test_no_engine_is_another_engine() -> None:
 def test_what_always_holds_is_granted(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert changed(words) == {}
     assert capsys.readouterr().err.count(f"{words.split()[0]} has no effect: ") == 1
+
+
+@pytest.mark.parametrize("tree", [GenerateConfig, ServeConfig])
+def test_the_usual_name_of_a_head_is_granted(tree: type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert changed("--value_head_prefix score", tree) == {}
+    assert capsys.readouterr().err.count("--value_head_prefix has no effect: config.json of a reward model") == 1
 
 
 def test_synonyms_are_of_the_options_of_a_tree_and_of_no_option() -> None:

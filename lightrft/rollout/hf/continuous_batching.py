@@ -23,7 +23,7 @@ from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraph
 from lightrft.rollout.hf.kv_cache import Decode, KVCache, Prefill
 from lightrft.rollout.hf.module_calls import Forward
-from lightrft.rollout.sampling import sample, uniforms
+from lightrft.rollout.sampling import penalised, sample, uniforms
 from lightrft.types import Experience
 from lightrft.utils.tensors import upload
 
@@ -45,7 +45,8 @@ class Generation:
 
     On the device, ``state`` [5, slots] int64 holds the newest token, its position in the sequence and in the response,
     the sample a slot serves (``num_samples`` when free) and whether it is alive. Results are written to ``tokens``
-    and ``logprobs`` [num_samples + 1, max_new_tokens]; the last row takes what free slots produce.
+    and ``logprobs`` [num_samples + 1, max_new_tokens]; the last row takes what free slots produce. With a repetition
+    penalty ``seen`` [slots, V] has the tokens of the prompt and the response of each slot.
     """
 
     def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, cache: KVCache,
@@ -82,6 +83,9 @@ class Generation:
         device, slots, width = self.cache.device, self.cache.plan.slots, self.params.max_new_tokens
         self.free = upload(torch.tensor([[0], [0], [0], [self.num_samples], [0]]), device)  # state of a free slot
         self.state = self.free.repeat(1, slots)
+        self.seen: Tensor | None = None
+        if self.params.repetition_penalty != 1.0:
+            self.seen = torch.zeros(slots, len(self.stop), dtype=torch.bool, device=device)
         self.noise = None
         if max(self.params.temperature, self.first.temperature) > 0.0:
             self.noise = torch.zeros(slots, width, dtype=torch.float64, device=device)
@@ -218,9 +222,21 @@ class Generation:
             self.noise[index] = self._upload(uniforms(seeds, self.params.max_new_tokens))
         self.owner[slots], self.count[slots], self.moved = samples, begun + 1, True
         self.live = max(self.live, int(slots.max()) + 1)
-        done = self._record(state, logits, None if self.noise is None else self.noise[index, column], params)
+        seen = self._seen_by(samples)
+        done = self._record(state, logits, None if self.noise is None else self.noise[index, column], params, seen)
         self.state[:, index] = state
+        if self.seen is not None and seen is not None:
+            self.seen[index] = seen
         return self._retire(slots[done.cpu().numpy()])
+
+    def _seen_by(self, samples: np.ndarray) -> Tensor | None:
+        """Return the tokens [k, V] of the prompts and responses of samples that are not in a slot."""
+        if self.seen is None:
+            return None
+        seen = torch.zeros(len(samples), self.seen.shape[1], dtype=torch.bool)
+        for row, number in zip(seen, samples):
+            row[self._tokens(number)] = True
+        return upload(seen, self.cache.device)
 
     # -- decoding -----------------------------------------------------------------------------------------------------
     def _forward(self, inputs: dict[str, Any], view: Prefill) -> Tensor:
@@ -244,7 +260,7 @@ class Generation:
         self.decode.advance(state[_COLUMN], width)
         logits = self.decode_pass(state[_TOKEN, None], state[_POSITION, None], self.decode)
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
-        return self._record(state, logits, noise, self.params)
+        return self._record(state, logits, noise, self.params, None if self.seen is None else self.seen[:live])
 
     def _arrange(self) -> None:
         """Pass to the attention the prompt slot and the prompt length that each row reads."""
@@ -255,9 +271,15 @@ class Generation:
         self.graph.forget()
         self.moved = False
 
-    def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams) -> Tensor:
-        """Draw and store one token per column of ``state`` [5, k], in place; return which responses ended, bool [k]."""
+    def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams,
+                seen: Tensor | None) -> Tensor:
+        """Draw and store one token per column of ``state`` [5, k] and row of ``seen`` [k, V], in place; return which
+        responses ended, bool [k]."""
+        if seen is not None:
+            logits = penalised(logits.float(), seen, params.repetition_penalty)
         tokens, logprobs = sample(logits, noise, params)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
         where = (state[_SAMPLE], state[_COLUMN] + 1)
         self.tokens[where], self.logprobs[where] = tokens, logprobs
         state[_TOKEN] = tokens
@@ -294,8 +316,9 @@ class Generation:
         rows = self.cache.rows.data
         rows[:, :, to, :, :width] = rows[:, :, moved, :, :width]
         self.state[:, to] = self.state[:, moved]
-        if self.noise is not None:
-            self.noise[to] = self.noise[moved]
+        for drawn in (self.noise, self.seen):
+            if drawn is not None:
+                drawn[to] = drawn[moved]
         for host, free in ((self.owner, -1), (self.count, 0)):
             host[target], host[source] = host[source], free
         self.live = int((self.owner >= 0).sum())

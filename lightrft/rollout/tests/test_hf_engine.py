@@ -87,6 +87,19 @@ def test_greedy_equals_generate(family):
         assert c.token_ids == out[0, len(request.token_ids):].tolist(), f"{family}: another greedy response"
 
 
+@pytest.mark.parametrize("kv_bytes", [1 << 24, 1 << 17])
+def test_a_repetition_penalty_is_that_of_generate(kv_bytes):
+    """Of the tokens of prompt and response; also where slots are filled again and rows move."""
+    params = SamplingParams(NEW, temperature=0.0, repetition_penalty=3.0)
+    responses = engine(kv_bytes=kv_bytes).generate(requests(), params)
+    assert not same(responses, engine(kv_bytes=kv_bytes).generate(requests(), SamplingParams(NEW, temperature=0.0)))
+    for request, group in zip(requests(), responses):
+        prompt = torch.tensor([request.token_ids])
+        out = naive_model("qwen2").generate(prompt, do_sample=False, max_new_tokens=NEW, repetition_penalty=3.0,
+                                            eos_token_id=tiny.tokenizer().eos_token_id, pad_token_id=0)
+        assert [c.token_ids for c in group] == [out[0, len(request.token_ids):].tolist()] * len(group)
+
+
 @functools.lru_cache(maxsize=None)
 def reference():
     return engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
@@ -229,7 +242,8 @@ def test_stop_and_length():
     assert all(len(c.token_ids) == 1 for g in engine().generate(requests(), SamplingParams(1)) for c in g)
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}])
+@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5},
+                                    {"repetition_penalty": 5.0}])
 def test_every_sampling_option_changes_the_responses(change):
     assert not same(engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS, **change)), reference())
 

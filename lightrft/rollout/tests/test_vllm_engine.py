@@ -178,3 +178,12 @@ def test_arguments_of_its_own_must_exist(tmp_path):
     with pytest.raises(ValueError,
                        match="--engine_args max_logprob: vLLM has no such argument .did you mean max_logprobs"):
         launch.start_engine({"model": "x", "max_logprob": 3}, torch.device("cpu"))
+
+
+def test_a_repetition_penalty_counts_the_tokens_of_the_prompt_too(rig):
+    rig.ready()
+    params = SamplingParams(NEW, temperature=0.0, repetition_penalty=3.0, stop_token_ids=STOPS)
+    tokens, expected, free = ([[c.token_ids for c in group] for group in responses] for responses in (
+        rig.vllm.generate(requests(), params), rig.hf.generate(requests(), params),
+        rig.hf.generate(requests(), replace(params, repetition_penalty=1.0))))  # yapf: disable
+    assert tokens == expected != free

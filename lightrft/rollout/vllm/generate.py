@@ -78,9 +78,9 @@ class VLLMRun:
         from vllm.sampling_params import RequestOutputKind
         p = self.params
         native = NativeParams(temperature=min(temperature, 2.0), top_p=p.top_p, top_k=p.top_k, min_p=p.min_p, seed=seed,
-                              max_tokens=max_tokens, stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0,
-                              flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-                              skip_clone=True)
+                              repetition_penalty=p.repetition_penalty, max_tokens=max_tokens,
+                              stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0, flat_logprobs=True,
+                              detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
         native.temperature = temperature  # more than 2 (FIRE) is refused by the constructor alone
         return native
 

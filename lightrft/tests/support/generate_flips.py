@@ -20,6 +20,7 @@ def columns(*names):
 
 GENERATE_FLIPS: dict[str, Flip] = {
     "temperature": Flip(0.5, columns("output")),
+    "repetition_penalty": Flip(4.0, columns("output")),
     "best_of_n": Flip(2, rows),
     "output_key": Flip("other", columns("output"), GIVEN),
     "max_len": Flip(20, columns("unscored"), {**GIVEN, "score": ["@home/rm"]}),
@@ -47,6 +48,7 @@ SAMPLED = {"n_samples": 2, "temperature": 1.0}
 EVALUATE_FLIPS: dict[str, Flip] = {
     "pretrain": Flip(["@home/model", "@home/other"], lambda run: len(run.results)),
     "temperature": Flip(1.0, lambda run: run.outputs),
+    "repetition_penalty": Flip(4.0, lambda run: run.outputs),
     "n_samples": Flip(2, metrics, {"temperature": 1.0, "accuracy_part": "compute_score"}),
     "score": Flip(["exact"], lambda run: [row["value"] for row in run.results], SAMPLED),
     "pass_k": Flip([1, 2], metrics, SAMPLED | {"accuracy_part": "compute_score"}),
