@@ -36,7 +36,7 @@ def opened(path, **given):
     config = parsed.config.as_config()
     strategy = get_strategy(config.strategy)
     strategy.setup()
-    model = LoadedModel.open(config, strategy)
+    model = LoadedModel.open(config, strategy, parsed.config.engine.repetition_penalty)
     return Conversation(model, model.start(), parsed.config.seed)
 
 
@@ -74,7 +74,10 @@ def test_an_answer_in_pieces_is_the_answer(model, monkeypatch):
     assert len(pieces) > 1 and "".join(pieces) == whole
 
 
-@pytest.mark.parametrize("name,value", [("temperature", 0.1), ("seed", 5), ("system_prompt", "Be brief.")])
+FLIPS = [("temperature", 0.1), ("repetition_penalty", 4.0), ("seed", 5), ("system_prompt", "Be brief.")]
+
+
+@pytest.mark.parametrize("name,value", FLIPS)
 def test_flipping_an_option_changes_the_answer(model, name, value):
     assert said(model, ["a", "b"]) != said(model, ["a", "b"], **{name: value})
 
@@ -90,7 +93,7 @@ def test_variables_of_the_template_are_flipped_in_a_chat(model, tmp_path, caplog
 
 
 def test_every_option_is_shown_here_or_in_training():
-    assert set(options(ChatConfig)) <= set(options(Config))
+    assert set(options(ChatConfig)) <= {*options(Config), *dict(FLIPS)}
 
 
 def test_what_does_not_fit_is_said_and_the_chat_goes_on(model):
