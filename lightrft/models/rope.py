@@ -132,6 +132,15 @@ def choices(model: nn.Module, lens: Iterable[int]) -> list[tuple[Choice, ...]]:
     return [tuple(rope.choice(length) for rope in found) for length in lens]
 
 
+def grouped(model: nn.Module, lens: Iterable[int]) -> list[list[int]]:
+    """Return the indices of sequences of ``lens`` tokens, those with equal frequencies together: one call of an engine
+    without a fixed length is right for each group."""
+    groups: dict[tuple[Choice, ...], list[int]] = {}
+    for index, choice in enumerate(choices(model, lens)):
+        groups.setdefault(choice, []).append(index)
+    return [*groups.values()]
+
+
 def fix_length(model: nn.Module, length: int) -> None:
     """Give all sequences the frequencies of one with ``length`` tokens; 0: each those of its own."""
     for rope in ropes(model):

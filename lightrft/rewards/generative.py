@@ -22,6 +22,7 @@ from lightrft.datasets.sft_dataset import Encoded
 from lightrft.datasets.tool_texts import calls_of, shown_tools
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.loader import load_actor
+from lightrft.models.rope import grouped
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.judge import JudgeForm
 from lightrft.rewards.neural import Media, positions_of, QueuedReward
@@ -118,12 +119,15 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
             def finished(i: int, completions: list[Completion]) -> None:
                 bar.update(1)
 
-            done = engine.generate([Request(ids[i], [0], asked[i][1]) for i in fitting],
-                                   SamplingParams(self.cfg.judge_max_len, 0.0), finished)
+            found: list[str | None] = [None] * len(asked)
+            most = self.cfg.judge_max_len
+            for group in grouped(self.model.hf_model, (len(ids[i]) + most for i in fitting)):
+                indices = [fitting[number] for number in group]
+                done = engine.generate([Request(ids[i], [0], asked[i][1]) for i in indices], SamplingParams(most, 0.0),
+                                       finished)
+                for i, (each, ) in zip(indices, done):
+                    found[i] = str(decode(each.token_ids, skip_special_tokens=True))
             bar.close()
-        found: list[str | None] = [None] * len(asked)
-        for i, (each, ) in zip(fitting, done):
-            found[i] = str(decode(each.token_ids, skip_special_tokens=True))
         return found
 
     @contextmanager
@@ -135,7 +139,7 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
             if self._engine is None:
                 lengths = RolloutConfig(prompt_max_len=max(self.room, 1), generate_max_len=self.cfg.judge_max_len)
                 self._engine = build_hf_engine(lengths, model, setup.device, self.reader.renderer.tokenizer, setup.bf16,
-                                               limit_s=0)
+                                               limit_s=0, fixed=False)
             self._engine.wake()
             if place.prepared is not None and setup.strategy is not None:
                 sync_weights(setup.strategy, place.prepared, self._engine, 0)

@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from lightrft.config.rm_schema import RewardModelConfig
-from lightrft.config.schema import ModelConfig, RolloutConfig
+from lightrft.config.rm_schema import RewardModelConfig, StepFormat
+from lightrft.config.schema import ModelConfig, RewardConfig, RolloutConfig
 from lightrft.models import loader, rope
 from lightrft.models.loader import load_actor
+from lightrft.rewards.generative import GradingJudge
+from lightrft.rewards.placement import ScorerSetup
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.engines import check_rope
 from lightrft.rollout.hf.engine import HFEngine
@@ -77,6 +79,34 @@ def test_critics_and_reward_models(path):
         alone = torch.cat([model(exp.select([i])) for i in range(exp.num_seqs)])
         torch.testing.assert_close(model(exp), alone, atol=1e-4, rtol=1e-5)
         assert alone.abs().max() > 1
+
+
+def test_critics_and_process_reward_models_are_those_of_transformers(path):
+    """By the hidden states and logits of a new model for each sequence."""
+    exp, critic = experience(), loader.load_critic(ModelConfig(pretrain=str(path)))
+    torch.nn.init.normal_(critic.hf_model.score.weight)
+    steps = loader.load_process_reward_model(ModelConfig(pretrain=str(path)), StepFormat("#", ["+", "-"], ""), [5, 6],
+                                             False)
+    values, good = list[torch.Tensor](), list[torch.Tensor]()
+    with torch.no_grad():
+        for ids in exp.token_ids.split(LENS):
+            alone = loader.load_exported(str(path)).eval()(input_ids=ids[None], output_hidden_states=True)
+            values += [critic.hf_model.score(alone.hidden_states[-1][0, :-1])[:, 0]]
+            good += [alone.logits[0, 1:, [5, 6]].log_softmax(-1)[:, 0]]
+        found = [each[1:] for each in critic(exp).split(LENS)]  # nothing comes before the first token
+        torch.testing.assert_close(torch.cat(found), torch.cat(values), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(steps(exp)[0], torch.cat(good), atol=1e-5, rtol=0)
+
+
+def test_judges_answer_with_the_frequencies_of_each_request(tmp_path):
+    """Not with those of the longest request: the answers are the greedy ones of transformers."""
+    path = str(field.write_longrope(tmp_path))
+    judge = GradingJudge(path, RewardConfig(judge_max_len=12), ScorerSetup())
+    asked = [("Rate 1", ()), ("Rate " * 60, ()), ("Rate it 7", ())]
+    for ids, said in zip(judge.encoded(asked), judge.answers(asked), strict=True):
+        tokens = loader.load_exported(path).generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False,
+                                                     attention_mask=torch.ones(1, len(ids), dtype=torch.long))
+        assert judge.reader.renderer.tokenizer.decode(tokens[0, len(ids):], skip_special_tokens=True) == said
 
 
 def test_prompts_of_other_frequencies_are_not_shared(path):

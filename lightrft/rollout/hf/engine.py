@@ -206,15 +206,18 @@ class HFEngine:
 
 
 def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
-                    limit_s: int) -> HFEngine:
-    """Build an engine on the actor's own model when that is not sharded, else on a full copy built from its config."""
+                    limit_s: int, fixed: bool = True) -> HFEngine:
+    """Build an engine on the actor's own model when that is not sharded, else on a full copy built from its config.
+
+    ``fixed``: all sequences have the frequencies of the longest that ``cfg`` allows; else those of each call.
+    """
     source = actor.hf_model
     sharded = not all(map(is_whole, source.parameters()))
     model = _empty_copy(actor, device, torch.bfloat16 if bf16 else torch.float32) if sharded else source
     share = World.from_env().local_world_size if device.type == "cpu" else 1
     return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share,
                     max_seqs=cfg.engine_max_seqs, modality=actor.modality.of_a_copy() if sharded else actor.modality,
-                    longest=cfg.longest)
+                    longest=cfg.longest if fixed else 0)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -13,8 +13,9 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.models.config_json import context_of
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.reward_model import JUDGE
+from lightrft.models.rope import grouped
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
-from lightrft.rollout.engines import get_engine
+from lightrft.rollout.hf.engine import build_hf_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.trainer.samples import respond
 from lightrft.trainer.offline.sft_trainer import SFTTrainer
@@ -61,7 +62,8 @@ class GRMTrainer(SFTTrainer):
         mine = [*enumerate(prompts)][self.strategy.rank::self.strategy.world_size]
         limits = self._limits(prompts)
         rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=max(limits))
-        engine = get_engine(rollout, self.actor.model, self.strategy, self.tokenizer, bool(self.config.model.bf16))
+        engine = build_hf_engine(rollout, self.actor.model, self.strategy.device, self.tokenizer,
+                                 bool(self.config.model.bf16), self.strategy.cfg.collective_limit_s, fixed=False)
         try:
             sync_weights(self.strategy, self.actor, engine, 0)
             samples = [
@@ -74,9 +76,12 @@ class GRMTrainer(SFTTrainer):
         return [text for _, text in sorted(sum(self.strategy.all_gather_object(said), []))]
 
     def _judged(self, engine: RolloutEngine, numbered: list[tuple[int, Prompt]], limit: int) -> list[Sample]:
-        """Generate judgements of at most ``limit`` tokens."""
-        return respond(engine, self.tokenizer, None, numbered, [[0]] * len(numbered), SamplingParams(limit, 0.0),
-                       "judging")
+        """Generate judgements of at most ``limit`` tokens, each with the frequencies of its own length."""
+        model = self.actor.model.hf_model
+        groups = grouped(model, (len(prompt.token_ids) + limit for _, prompt in numbered))
+        return [sample for group in groups for sample in respond(
+            engine, self.tokenizer, None, [numbered[i] for i in group], [[0]] * len(group), SamplingParams(limit, 0.0),
+            "judging")]  # yapf: disable
 
     def _limits(self, prompts: Sequence[Prompt]) -> list[int]:
         """Return the limit of each judgement in tokens: the option, or the positions that its prompt leaves.
