@@ -11,7 +11,7 @@ _ALIKE: dict[str, str] = {
     "train": "train_ppo train_ppo_ray train_colocate train_vl main_ppo main_ppo_trainer rl rft rlvr online_rl",
     "sft": "train_sft sft_trainer fsdp_sft_trainer sft_trainer_ray finetune fine_tune finetuning",
     "sft --pretrain_mode": "pt pretrain pretraining",
-    "rm": "train_rm train_rm_vl train_rm_al reward reward_model reward_modeling",
+    "rm": "train_rm train_rm_vl train_rm_al train_srm_vl train_srm_al reward reward_model reward_modeling",
     "grm": "train_grm train_grm_vl",
     "prm": "train_prm",
     "dpo": "train_dpo cpo",

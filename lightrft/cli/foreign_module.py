@@ -10,6 +10,10 @@ from lightrft.cli.main import COMMANDS
 from lightrft.utils.logging import get_logger
 
 
+# name -> options whose defaults mean another algorithm there
+DEFAULTS = dict.fromkeys(("train_ppo", "train_ppo_ray", "main_ppo"), {"advantage_estimator": "gae"})
+
+
 def command_of(module: str) -> str:
     """Return the command of ``lightrft`` that does the work of ``lightrft.cli.NAME``, or an empty string. A name that
     means a command with an option, such as ``grpo``, has none."""
@@ -20,10 +24,11 @@ def command_of(module: str) -> str:
 
 def main(module: str) -> int | None:
     """Run that command with the words of this process; the first rank says which it is."""
-    command = command_of(module)
+    command, defaults = command_of(module), DEFAULTS.get(module.rpartition(".")[2], {})
     own = COMMANDS[command][0]
-    get_logger().info("%s is lightrft %s here, or python -m %s", module, command, own)
-    code: int | None = import_module(own).main(sys.argv[1:])
+    told = "".join(f"; --{name} is {value}, unless it is given" for name, value in defaults.items())
+    get_logger().info("%s is lightrft %s here, or python -m %s%s", module, command, own, told)
+    code: int | None = import_module(own).main(sys.argv[1:], **({"defaults": defaults} if defaults else {}))
     return code
 
 

@@ -88,6 +88,8 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "use_sequence_rewards": ("(?i)true", _NEVER_READ),
     "print_replay_buffer_stats": ("(?i)true", "rollout statistics are in the step table and metrics.jsonl"),
     "disable_logprobs_flashattn": ("(?i)true", "log-probs come from one fused, chunked kernel, without flash-attn"),
+    **{f"{role}_num_{unit}": (r"\d+", f"{_SHARED}, which torchrun starts: --nproc-per-node, --nnodes")
+       for role in ("actor", "critic", "ref", "reward") for unit in ("nodes", "gpus_per_node")},
 }
 # flag -> (the option without which it asks for nothing, why that is so)
 GRANTED_WITHOUT: dict[str, tuple[str, str]] = {

@@ -49,7 +49,17 @@ def _wandb_key(text: str) -> bool | None:
     return True
 
 
-VALUES: dict[str, Callable[[str], Any]] = {"reward_pretrain": _no_model, "use_wandb": _wandb_key}
+def _events_folder(text: str) -> bool | None:
+    """Read a folder as true; the events have one of their own."""
+    if "/" not in text:
+        return None
+    get_logger().info(f"--use_tensorboard {text} means --use_tensorboard: events go to SAVE_PATH/tensorboard")
+    return True
+
+
+VALUES: dict[str, Callable[[str], Any]] = {
+    "reward_pretrain": _no_model, "use_wandb": _wandb_key, "use_tensorboard": _events_folder
+}
 """Option -> the function that reads the words other trainers give it; it returns None for a usual value."""
 
 

@@ -19,6 +19,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "recipe": _REINFORCE | {"drgrpo": "dr_grpo"},
     "strategy": {"fsdp2": "fsdp", "zero": "deepspeed"},
     "engine_type": {"transformers": "hf", "huggingface": "hf"},
+    "top_k": {"-1": "0"},
     "lr_scheduler": {"cosine": "cosine_with_min_lr", "constant_with_warmup": "constant"},
 }  # yapf: disable
 

@@ -148,9 +148,9 @@ class Option:
         parsed = PARSERS[self.kind](value)
         if parsed is None:
             raise ConfigError(self._complaint(EXPECTED[self.kind], value))
-        if self.kind is str and (meant := synonym(self.name, parsed)) != parsed:
+        if (meant := synonym(self.name, str(parsed))) != str(parsed):
             get_logger().info("%s %s means %s here", self.flag, parsed, meant)
-            parsed = meant
+            parsed = PARSERS[self.kind](meant)
         if self.choices and parsed not in self.choices:
             raise ConfigError(
                 self._complaint(f"one of {', '.join(self.choices)}", value) +

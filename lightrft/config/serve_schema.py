@@ -47,6 +47,7 @@ class ServeConfig(Tree):
 
     PREFLIGHT = "lightrft.preflight.inference.ServePreflight"
     GRANTS = {
+        "batch_size": (r"[1-9]\d*", "rewards do not depend on it; --max_tokens_per_micro_batch bounds a pass"),
         "value_head_prefix": ("score", "config.json of a reward model names its head, which is score without an entry"),
     }
 

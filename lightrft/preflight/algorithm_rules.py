@@ -6,7 +6,7 @@ from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
 from lightrft.config.foreign_values import nearest_value
 from lightrft.config.layers import changed
 from lightrft.config.options import show
-from lightrft.config.schema import Config
+from lightrft.config.schema import AlgorithmConfig, Config
 from lightrft.preflight.cost import known_kinds
 from lightrft.preflight.shared_rules import if_set, unread
 from lightrft.rewards.spec import parse_models
@@ -44,9 +44,16 @@ def algorithm_warnings(c: Config) -> Iterator[str]:
                "k1's is. Add --kl_estimator k1, or --use_kl_loss")
     if not trains_critic(c):
         yield from if_set(
-            c, ["value_head_prefix"], "has no effect with --advantage_estimator "
+            c, _of_no_critic(c), "has no effect with --advantage_estimator "
             f"{a.advantage_estimator}, which has no critic; drop it")
     yield from _restricted(c)
+
+
+def _of_no_critic(c: Config) -> list[str]:
+    """Name the options of a critic that other trainers' commands set whether there is one or not. Without an estimator
+    such a command means PPO, which is not the default here, so the learning rate is an error then."""
+    chosen = c.algorithm.advantage_estimator != AlgorithmConfig.advantage_estimator
+    return ["value_head_prefix", *(["critic_learning_rate"] if chosen else [])]
 
 
 def _restricted(c: Config) -> Iterator[str]:
@@ -152,13 +159,14 @@ def _estimator(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:
     a = c.algorithm
     if entry.needs_group and c.rollout.n_samples_per_prompt == 1:
         yield (f"--n_samples_per_prompt 1: {estimator} compares responses of one prompt; nearest valid value: 2, "
-               "or --advantage_estimator reinforce")
+               "or --advantage_estimator gae (PPO) or reinforce")
     if entry.whitens and a.advantages_norm:
         yield f"--advantages_norm true: {estimator} already whitens its advantages; use --no_advantages_norm"
     if not entry.whitens and not a.advantages_norm:
         yield from if_set(c, ["whiten_unbiased"], f"nothing is whitened with {estimator}; add --advantages_norm or "
                           "drop it")
-    for option, value in unread(c, "critic" if entry.needs_critic else "", ("critic", )):
+    of_critic = unread(c, "critic" if entry.needs_critic else "", ("critic", ))
+    for option, value in ((option, value) for option, value in of_critic if option.name not in _of_no_critic(c)):
         users = " or ".join(sorted(name for name in ADVANTAGES if ADVANTAGES.get(name).needs_critic))
         yield (f"{option.flag} {show(value)}: {estimator} trains no critic; drop it, or use --advantage_estimator "
                f"{users}")

@@ -25,11 +25,11 @@ class OfflinePreflight(TrainingPreflight):
     def problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
         """Yield the problems of the data and of the batches, then those of the trainer's own options."""
         yield from super().problems(world_size, cuda, local_ranks)
-        d, t = self.config.data, self.config.train
+        d = self.config.data
         yield from rendering(d)
         yield from probabilities("train_data", d.train_data_probs, len(d.train_data))
         yield from batch_problems(self.config, world_size)
-        yield from evaluations(self.config, t.eval_steps)
+        yield from evaluations(self.config)
         yield from self.own_problems()
 
     def own_problems(self) -> Iterator[str]:

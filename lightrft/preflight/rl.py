@@ -205,7 +205,7 @@ def _train(c: Config) -> Iterator[str]:
 
 def _eval(c: Config) -> Iterator[str]:
     e = c.eval
-    yield from evaluations(c, e.eval_steps)
+    yield from evaluations(c)
     if c.held_out and e.eval_steps:
         yield from _measured(c.checkpoint.best_metric or "", e)
     if e.eval_n_samples > 1 and e.eval_temperature == 0:

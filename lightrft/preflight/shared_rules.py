@@ -21,6 +21,7 @@ from lightrft.utils.errors import did_you_mean, install_command
 # what commands of other trainers always set, whether it is read or not
 HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k", "accuracy_part")
 OF_ZERO = ("zero_stage", )  # written beside --fsdp
+UNMET = ("normalize_reward", )  # written by other trainers' commands whatever scores
 CHECKPOINTS = ("save_steps", "max_ckpt_num", "max_ckpt_mem", "async_save")
 
 
@@ -72,9 +73,11 @@ def unused(c: Tree) -> Iterator[str]:
                           "has no effect, because no tracker is selected; add --use_wandb, --use_trackio or "
                           "--trackers mlflow, or drop it")  # yapf: disable
     if {"eval_data", "eval_suite"} & values.keys() and not c.held_out:
-        yield from if_set(c, HELD_OUT, f"has no effect {without_held_out(c)} or drop it")
+        names = [*HELD_OUT, *(["eval_steps"] if values["eval_steps"] > 0 else [])]
+        yield from if_set(c, names, f"has no effect {without_held_out(c)} or drop it")
     else:
         yield from _greedy(c, values)
+    yield from (text for name, text in _unmet(c) if name in UNMET)
     if values.get("strategy") == "fsdp":
         yield from if_set(c, OF_ZERO, "has no effect with --strategy fsdp, which shards weights, gradients and "
                           "optimizer state, as stage 3 does")  # yapf: disable
@@ -99,11 +102,15 @@ def if_set(c: Tree, names: Iterable[str], text: str) -> Iterator[str]:
 
 def unmet_needs(c: Tree) -> Iterator[str]:
     """Yield one sentence per option that was set and has no effect without another one, which was not."""
+    return (text for name, text in _unmet(c) if name not in UNMET)
+
+
+def _unmet(c: Tree) -> Iterator[tuple[str, str]]:
     values, known = flatten(c), options(c)
     for name, value in changed(c, known):
         option = known[name]
         if not option.is_read(values, known):
-            yield f"--{name} {show(value)}: has no effect {_without(option, values, known)} or drop --{name}"
+            yield name, f"--{name} {show(value)}: has no effect {_without(option, values, known)} or drop --{name}"
 
 
 def _without(option: Option, values: Mapping[str, Any], known: Mapping[str, Option]) -> str:
@@ -286,10 +293,8 @@ def divides(name: str, size: int, world_size: int) -> Iterator[str]:
                f"nearest valid value: {nearest_divisors(world_size, size)}")
 
 
-def evaluations(c: Tree, eval_steps: int) -> Iterator[str]:
+def evaluations(c: Tree) -> Iterator[str]:
     """Yield problems of evaluations that have no data."""
     for name, split in changed(c, ["eval_split"]):
         if not flatten(c)["eval_data"]:
             yield f"--{name} {split}: has no effect without --eval_data; name the data of that split, or drop it"
-    if eval_steps > 0 and not c.held_out:
-        yield f"--eval_steps {eval_steps}: has no effect {without_held_out(c)} or drop it"

@@ -23,7 +23,8 @@ from lightrft.utils.cli_args import add_arguments
 
 
 def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
-    known, offline = options(Config), {name for command in OFFLINE.values() for name in options(command.tree)}
+    others = (GenerateConfig, *(command.tree for command in OFFLINE.values()))
+    known, offline = options(Config), {name for tree in others for name in options(tree)}
     for name, text in ELSEWHERE.items():
         assert name not in known and name not in REFUSED
         for flag in re.findall(r"--(\w+)", text):

@@ -21,7 +21,7 @@ from lightrft.utils.errors import UserError
 
 ENTRIES = {
     "advantage_estimator": [*ADVANTAGES], "policy_loss": [*POLICY_LOSSES], "rollout_correction": [*CORRECTIONS],
-    **{name: [*option.choices] for name, option in options(Config).items() if option.choices}
+    **{name: [*option.choices] for name, option in options(Config).items() if option.choices}, "top_k": ["0"]
 }
 # the names in which verl 0.9.1 registers its estimators and losses, and Skywork-OR1 its reward manager
 VERL = {"advantage_estimator": "gae grpo grpo_vectorized gdpo grpo_passk reinforce_plus_plus_baseline rloo opo "
@@ -36,7 +36,7 @@ VERL = {"advantage_estimator": "gae grpo grpo_vectorized gdpo grpo_passk reinfor
                          [(name, *pair) for name, words in SYNONYMS.items() for pair in words.items()])
 def test_a_word_of_another_trainer_is_read_as_the_value_here(option, word, value):
     assert value in ENTRIES[option] and word not in ENTRIES[option]
-    assert vars(parse_one(option, word))[option] == value
+    assert str(vars(parse_one(option, word))[option]) == value
 
 
 # what the words of verl mean, apart from our table of them

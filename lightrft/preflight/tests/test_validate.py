@@ -112,7 +112,7 @@ def test_folders_that_cannot_be_written(option: str, tmp_path: Path, monkeypatch
 
 
 def test_all_problems_at_once() -> None:
-    found = problems(top_p=2.0, pretrain=None, eval_steps=1, use_kl_loss=True)
+    found = problems(top_p=2.0, pretrain=None, eval_split="dev", use_kl_loss=True)
     assert len(found) == 4, found
     with pytest.raises(ConfigError, match="4 problems"):
         raise ConfigError(found)
@@ -207,7 +207,6 @@ def test_an_estimator_with_another_gradient_in_the_reward_is_told(values: dict[s
     ({"train_data": []}, "--train_data is missing"),
     ({"train_data": ["no.jsonl"]}, "no such file"),
     ({"train_batch_size": 1}, "2 ranks"),
-    ({"eval_steps": 3}, "--eval_data"),
     ({"eval_split": "dev"}, "--eval_split dev: has no effect without --eval_data"),
     ({"lora_alpha": 64}, "--lora_alpha 64: has no effect without --lora_rank; add --lora_rank 16 or drop"),
     ({"target_modules": ["q_proj"]}, "has no effect without --lora_rank; add --lora_rank 16 or drop --target_modules"),
@@ -272,13 +271,17 @@ def test_what_nothing_reads_is_told() -> None:
         found, = warnings(build(tree, given | {"wandb_run_name": "mine"}))
         assert found.startswith("--wandb_run_name mine: has no effect, because no tracker is selected; add --use_wandb")
         assert not list(warnings(build(tree, given | {"wandb_run_name": "mine", "use_trackio": True})))
+        found, = warnings(build(tree, given | {"eval_steps": 2}))
+        assert found.startswith("--eval_steps 2: has no effect without --eval_data")
         for name, value in (("save_steps", 5), ("max_ckpt_num", 9), ("max_ckpt_mem", 5.0), ("async_save", False)):
             found, = warnings(build(tree, given | {name: value, "disable_ckpt": True}))
             assert found.startswith(f"--{name} {show(value)}: has no effect with --disable_ckpt"), found
             assert not list(warnings(build(tree, given | {name: value})))
-    for name, value in (("eval_n_samples", 4), ("eval_pass_k", [1, 2]), ("value_head_prefix", "v")):
-        found, = warnings(build(Config, GOOD | {name: value}))
+    for name, value in (("eval_n_samples", 4), ("eval_pass_k", [1, 2]), ("value_head_prefix", "v"),
+                        ("normalize_reward", True), ("critic_learning_rate", 1e-5)):
+        found, = warnings(build(Config, GOOD | {"advantage_estimator": "rloo", name: value}))
         assert found.startswith(f"--{name} {show(value)}: has no effect with"), found
+    assert not problems(advantage_estimator="rloo", normalize_reward=True, critic_learning_rate=1e-5)
     found, = warnings(build(Config, GOOD | {"eval_temperature": 0.6}))
     assert found.startswith("--eval_temperature 0.6: has no effect without --eval_data or --eval_suite")
     assert not list(warnings(build(Config, GOOD | {"eval_temperature": 0.6, "eval_data": ["org/data"]})))

@@ -132,7 +132,6 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
                                                        1.0]}, ["--prompt_data_probs", "nearest valid value: 0.5,0.5"]),
     ({"input_template": "no place"}, ["--input_template", "exactly once"]),
     ({"adam_betas": [0.9]}, ["--adam_betas", "two values"]),
-    ({"eval_steps": 2}, ["--eval_steps 2", "--eval_data PATH or --eval_suite math500"]),
     ({"print_steps": 2}, ["--print_steps 2", "--print_samples 2"]),
     ({"eval_at_start": True}, ["without --eval_data or --eval_suite", "--eval_suite math500"]),
     ({"eval_suite": ["math50"]}, ["did you mean math500?"]),
