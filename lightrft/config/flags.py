@@ -57,8 +57,13 @@ def _events_folder(text: str) -> bool | None:
     return True
 
 
+def _is_bfloat16(text: str) -> bool | None:
+    """Read the name of a dtype."""
+    return {"bf16": True, "bfloat16": True, "fp32": False, "float32": False}.get(text.lower())
+
+
 VALUES: dict[str, Callable[[str], Any]] = {
-    "reward_pretrain": _no_model, "use_wandb": _wandb_key, "use_tensorboard": _events_folder
+    "reward_pretrain": _no_model, "use_wandb": _wandb_key, "use_tensorboard": _events_folder, "bf16": _is_bfloat16
 }
 """Option -> the function that reads the words other trainers give it; it returns None for a usual value."""
 

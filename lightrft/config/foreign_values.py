@@ -78,6 +78,8 @@ _ALGORITHMS: dict[str, str] = {
     "gae",
     "--advantage_estimator reinforce":
     "reinforce",
+    "--teacher_model MODEL, which takes the place of a teacher's server":
+    "on_policy_distillation opd",
     "--rollout_correction tis":
     "tis",
     "--rollout_correction mis":

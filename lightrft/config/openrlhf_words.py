@@ -18,6 +18,7 @@ OPENRLHF: dict[str, str] = {
     "tokenizer_chat_template": "chat_template",
     "data_tokenizer_chat_template": "chat_template",
     "max_epoch": "max_epochs",
+    "param_dtype": "bf16",
     "eval_dataset": "eval_data",
     "eval_n_samples_per_prompt": "eval_n_samples",
 }

@@ -1,9 +1,8 @@
-"""Commands of the manuals of OpenRLHF, LightRFT and ms-swift, with tiny paths in place of their own.
+"""Commands with further flags of the manuals of OpenRLHF and ms-swift, with tiny paths in place of their own.
 
 What is refused names the remedy; the rest plans, with those remedies that take the same value. Batch inference is in
 ``inference/tests/test_generate.py``, where its commands run, and the merging of adapters in ``test_convert.py``.
 """
-import json
 import re
 import shlex
 from importlib import import_module
@@ -12,14 +11,13 @@ import pytest
 
 from lightrft.cli.main import COMMANDS
 from lightrft.cli.offline import OFFLINE
-from lightrft.config.compat import ALIASES, GRANTED, GRANTED_WITHOUT, refusal
+from lightrft.config.compat import ALIASES, GRANTED, refusal
 from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.synonyms import synonyms
 from lightrft.config.tree import options
-from lightrft.models.tokenizer import load_tokenizer
-from lightrft.tests.support import media_runs, tiny
+from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import write_rows
 from lightrft.tests.support.scorers import save_scorer
 from lightrft.tests.support.tiny_task import write_rows as write_lines
@@ -37,16 +35,6 @@ SHORT = {
         --train.batch_size 256 --train.micro_batch_size 2 --train.max_epochs 1 --train.seed 42 --ds.zero_stage 2
         --ds.packing_samples --ds.param_dtype bf16 --ds.attn_implementation flash_attention_2 --ds.adam_offload
         --ds.use_universal_ckpt --adam.lr 5e-6 --actor.gradient_checkpointing_enable""",
-    # LightRFT's
-    "ROLLOUTS": """--save_trajectories --fsdp --flash_attn --rm_use_engine --micro_train_batch_size 4
-        --micro_rollout_batch_size 4 --rollout_batch_size 128 --train_batch_size 128 --max_epochs 1 --num_episodes 20
-        --lr_warmup_ratio 0.03 --prompt_max_len 1024 --generate_max_len 2048 --bf16 --l2 1e-2
-        --actor_learning_rate 1e-6 --init_kl_coef 0.01 --input_key prompt --label_key label --apply_chat_template
-        --gradient_checkpointing --save_steps 20 --max_ckpt_num 3
-        --wandb_project lightrft --wandb_run_name tiny""",
-    "JUDGES": """--max_epochs 5 --micro_train_batch_size 4 --lr_warmup_ratio 0.0 --prompt_max_len 8196 --zero_stage 3
-        --bf16 --actor_learning_rate 1e-5 --eval_steps 500 --gradient_checkpointing --max_ckpt_num 5 --l2 1.0e-4
-        --flash_attn --fps 2.0 --max_pixels 282240 --ckpt_path HOME/ckpt""",
     # ms-swift's
     "SWIFT": """--torch_dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 1 --eval_steps 100
         --val_dataset HOME/EVALUATED --per_device_eval_batch_size 1 --learning_rate 1e-4 --warmup_ratio 0.05
@@ -67,19 +55,6 @@ OTHER = {"ds.param_dtype", "logger.wandb.key", "train.dynamic_batch_enable",
          "algo.dynamic_filtering_enable"}  # yapf: disable
 """Plain flags whose remedy takes the same value, and dotted ones whose remedy does not."""
 MANUAL = {
-    "sft":
-    """sft DEMOS --max_len 2048 --input_template 'User: {}\\nAssistant: ' --micro_train_batch_size 2
-        --max_samples 500000 --zero_stage 2 --learning_rate 5e-6 SIZES PACKED""",
-    "continued pretraining":
-    """sft --dataset HOME/judged.jsonl --input_key completion --max_len 4096 --pretrain_mode
-        --zero_stage 3 --lr_scheduler cosine_with_min_lr --l2 0.01 SIZES --attn_implementation x --packing_samples""",
-    "reward model":
-    """rm PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3
-        --learning_rate 9e-6 SIZES PACKED --apply_chat_template --loss sigmoid --value_head_prefix score""",
-    "process reward model":
-    """prm --dataset HOME/steps.jsonl --input_key input --label_key label --max_len 8192
-        --micro_train_batch_size 8 --placeholder_token '#' --reward_tokens + - --zero_stage 3 --learning_rate 1e-6
-        --wandb_group prm SIZES PACKED""",
     "DPO":
     """dpo PAIRS --dataset_probs 1.0 --micro_train_batch_size 1 --max_len 8192 --zero_stage 3 --beta 0.1
         --learning_rate 5e-7 --apply_chat_template --input_template '' --ref_offload SIZES PACKED""",
@@ -112,36 +87,12 @@ MANUAL = {
         --data.apply_chat_template --reward.normalize_enable --vllm.sync_backend nccl --vllm.enforce_eager
         --vllm.enable_sleep --ds.enable_sleep --train.agent_func_path agent.py --train.async_enable
         --algo.advantage.is_correction_enable --algo.dynamic_filtering_enable DOTTED""",
-    "iterative DPO":
-    """dpo PAIRS --dataset_probs 1.0 --max_len 4096 --lr_scheduler constant --ref_pretrain HOME/model
-        --beta 0.1 --zero_stage 3 --learning_rate 5e-7 --ring_attn_size 2 SIZES PACKED""",
     "server, dotted flags":
     """serve_rm --reward.model_name_or_path HOME/rm --port 5000 --ds.param_dtype bf16 --ds.attn_implementation x
         --reward.normalize_enable --data.max_len 8192 --batch_size 16""",
     "chat":
     """chat --pretrain HOME/model --bf16 --max_new_tokens 128 --temperature 0.7 --top_p 0.9 --flash_attn
         --input_template 'User: {}'""",
-    "LightRFT, GRPO":
-    """train --pretrain HOME/model --advantage_estimator group_norm --kl_estimator k3
-        --n_samples_per_prompt 5 --prompt_data HOME/rl --eval_data HOME/rl --eval_steps 20 --eval_split test
-        --reward_pretrain {} --max_eval_samples 1319
-        --engine_type sglang --engine_mem_util 0.6 --engine_tp_size 2 --enable_engine_sleep --use_kl_loss --adam_offload
-        --freeze_prefix embed_tokens --text_only --system_prompt 'Think first.' ROLLOUTS""",
-    "LightRFT, PPO with pictures":
-    """train --pretrain HOME/vl/model --critic_pretrain HOME/vl/model
-        --advantage_estimator gae --kl_estimator k1 --n_samples_per_prompt 2 --prompt_data HOME/vl/rl
-        --critic_learning_rate 9e-6 --advantages_norm --images_key images --mixed_mm_data --fsdp_cpu_offload
-        --limit_mm_image_per_prompt 10 --fps 2 --max_pixels 282240 --trajectory_analysis ROLLOUTS""",
-    "LightRFT, scalar reward model":
-    """rm --pretrain HOME/vl/model --train_batch_size 32 --save_steps 100 --loss_type sigmoid
-        --train_data hpdv3:HOME/hpdv3.json --eval_data hpdv3:HOME/hpdv3.json --margin 0.1 --scale_for_train
-        --pooling_method attn --heads_types preference --task_instruction 'How good is it? {prompt}' --probing_layer -1
-        JUDGES""",
-    "LightRFT, generative reward model":
-    """grm --pretrain HOME/vl/model --train_batch_size 8 --save_steps 500
-        --train_data imagegen-cot-reward-5k:HOME/cot.json,hpdv3:HOME/hpdv3.json --eval_data hpdv3:HOME/hpdv3.json
-        --generate_max_len 512 --task_instruction '{prompt} {first} {second}' --lora_rank 16 --lora_alpha 32
-        --target_modules q_proj k_proj JUDGES""",
     "swift sft":
     """sft --model HOME/model --dataset HOME/judged.jsonl --system 'You are helpful.' --model_author swift
         --model_name tiny SWIFT LORA""",
@@ -195,32 +146,6 @@ def math_row(i):
             }  # yapf: disable
 
 
-@pytest.fixture(scope="module")
-def seeing(home):
-    """A model that sees, and rows with pictures; the same home."""
-    pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
-    media_runs.write_home(home / "vl", "qwen2_5_vl")
-    for file in (home / "vl" / "model").glob("*config.json"):
-        file.write_text(file.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 16384'))
-    tokenizer = load_tokenizer(str(home / "vl" / "model"))
-    tokenizer.chat_template = (home / "vl" / "template.jinja").read_text()
-    tokenizer.save_pretrained(home / "vl" / "model")
-    for name in "ab":
-        (home / f"{name}.png").write_bytes(media_runs.picture(ord(name))["bytes"])
-    rated = [{"prompt": f"cat {i}", "path1": "a.png", "path2": "b.png"} for i in range(32)]
-    said = "<think>Image 1 is a cat.</think><answer>Image 1 is better</answer>"
-    judged = {"images": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "Which?"},
-                                                              {"from": "gpt", "value": said}]}  # yapf: disable
-    for name, rows in (("hpdv3", rated), ("cot", [judged] * 8)):
-        (home / f"{name}.json").write_text(json.dumps(rows))
-    figures = [math_row(i) | {"images": ["a.png"], "prompt": [{"role": "user", "content": f"<image>{i}?"}]}
-               for i in range(128)]  # yapf: disable
-    (home / "vl" / "rl").mkdir()
-    (home / "vl" / "rl" / "a.png").write_bytes((home / "a.png").read_bytes())
-    write_lines(home / "vl" / "rl" / "train.jsonl", figures)
-    return home
-
-
 def ended(words, capsys):
     """Exit code and output of a command in this process."""
     with pytest.raises(SystemExit) as done:
@@ -233,8 +158,6 @@ def parted(command, flags):
     tree = TREES[command]
     known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
              *synonyms(tree), *tree.GRANTS, *GRANTED}  # yapf: disable
-    given = {name_of(flag) for flag in flags if not flag.endswith(" {}")}
-    known |= {name for name, (option, _) in GRANTED_WITHOUT.items() if option not in given}
     known |= {flag for flag in given if flag.replace(".", "_") in synonyms(tree)}
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
@@ -255,9 +178,7 @@ def takes_the_same(name):
 
 
 @pytest.mark.parametrize("name", MANUAL)
-def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys, request):
-    if "HOME/vl" in MANUAL[name]:
-        request.getfixturevalue("seeing")
+def test_a_command_of_the_manual_plans(name, home, tmp_path, capsys):
     text = re.sub("|".join(SHORT), lambda found: SHORT[found[0]], MANUAL[name])
     data = re.search(r"HOME/(\S+jsonl)", text)
     text = text.replace("EVALUATED", data[1] if data else "").replace("HOME", str(home))

@@ -1,0 +1,134 @@
+"""Tiny models and data in place of those that commands of other trainers' documents name."""
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from peft import get_peft_model, LoraConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrft.models.tokenizer import load_tokenizer
+from lightrft.tests.support import media_runs, tiny
+from lightrft.tests.support.scorers import save_scorer
+
+_PATHS = {
+    "model":
+    "meta-llama/Meta-Llama-3-8B OpenRLHF/Llama-3-8b-sft-mixture mistralai/Mistral-7B-v0.1 meta-llama/Llama-2-7b-hf "
+    "meta-llama/Llama-2-13b-chat-hf meta-llama/Llama-2-7b-chat-hf Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen2-7B-Instruct "
+    "Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-7B-Instruct deepseek-ai/deepseek-coder-6.7b-instruct "
+    "Skywork/Skywork-Orz-Math-7B $MODEL_PATH",
+    "rm": "OpenRLHF/Llama-3-8b-rm-700k OpenRLHF/Llama-3-8b-rm-mixture",
+    "adapters/rm": "./checkpoint/llama3-8b-rm",
+    "adapters/model": "./checkpoint/llama-3-8b-sft",
+    "vl/model": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "orca.jsonl": "Open-Orca/OpenOrca",
+    "texts.jsonl": "{your_pretrain_dataset}",
+    "mixture.jsonl": "OpenRLHF/preference_dataset_mixture2_and_safe_pku",
+    "prompts.jsonl": "OpenRLHF/prompt-collection-v0.1",
+    "unpaired.jsonl": "Dylan2048/ultrafeedback-unpaired-preferences",
+    "shepherd.jsonl": "peiyi9979/Math-Shepherd zhuzilin/Math-Shepherd",
+    "dapo.jsonl": "zhuzilin/dapo-math-17k /path/to/your/dataset.jsonl",
+    "answers.jsonl": "$GENERATE_OUTPUT",
+    "best.jsonl": "$RM_OUTPUT",
+    "pairs.jsonl": "$PAIRS_OUTPUT",
+    "rl": "/path/to/your/preprocessed/gsm8k_dataset $HOME/data/gsm8k $HOME/data/or1",
+    "vl/rl": "/path/to/your/preprocessed/geo3k_dataset",
+    "vl/hpdv3.json": "/path/to/hpdv3/train.json",
+    "vl/cot.json": "/path/to/imagegen-cot-reward-5k/train.json",
+    "reward.py": "/openrlhf/examples/scripts/reward_func.py examples/python/agent_func.py",
+}  # yapf: disable
+PATHS = {name: path for path, names in _PATHS.items() for name in names.split()}
+"""Name in a document -> path below the home."""
+_QUOTED = {r"$'User: {}\nAssistant: '": "'User: {}\nAssistant: '", "{wandb_token}": "TOKEN"}
+_REWARD = """def reward_func(queries, prompts, labels):
+    return [float(len(query)) for query in queries]
+"""
+
+
+def words_of(command: str, home: Path, out: Path) -> list[str]:
+    """The words of a command of a document; it writes below ``out``."""
+    for text, meant in _QUOTED.items():
+        command = command.replace(text, meant)
+    command = re.sub(r"(--(?:save|ckpt|output)_path) \S*?(/\w[\w.-]*)?(?= |$)", rf"\1 {out}\2", command)
+    names = sorted(PATHS, key=len, reverse=True)
+    found = "|".join(re.escape(name) + r"(?![\w-])" for name in names)
+    return shlex.split(re.sub(found, lambda name: str(home / PATHS[name[0]]), command))
+
+
+def _lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _asked(i: int, text: str = "What is {0}+{0}?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text.format(i)}]
+
+
+def _graded(i: int, text: str = "What is {0}+{0}?") -> dict[str, Any]:
+    """A row as verl's and LightRFT's preprocessing write it."""
+    return {"data_source": "openai/gsm8k", "prompt": _asked(i, text), "extra_info": {"label": "gsm8k_rule"},
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)}}  # yapf: disable
+
+
+def _write_adapters(home: Path) -> None:
+    """Write a LoRA adapter of the model, and one that makes it a reward model."""
+    for name, kind, task in (("model", AutoModelForCausalLM, "CAUSAL_LM"), ("rm", AutoModelForSequenceClassification,
+                                                                            "SEQ_CLS")):
+        tuned = kind.from_pretrained(home / name)
+        get_peft_model(tuned, LoraConfig(r=1, target_modules=["q_proj"],
+                                         task_type=task)).save_pretrained(home / "adapters" / name)
+
+
+def write_texts(home: Path) -> Path:
+    """Write models and rows of text, with the columns of the data sets whose place they take."""
+    tiny.save_model(home / "model", max_position_embeddings=1 << 17)
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["ки"])
+    tokenizer.save_pretrained(home / "model")
+    save_scorer(home / "rm", seed=1, mean=0.5, std=2.0)
+    _write_adapters(home)
+    (home / "reward.py").write_text(_REWARD, encoding="utf-8")
+    numbers, made = range(256), {}
+    said = {side: [{"role": "assistant", "content": side}] for side in ("yes", "no")}
+    made["orca"] = [{"question": f"{i}?", "response": "yes"} for i in numbers]
+    made["texts"] = [{"input": f"text {i}"} for i in numbers]
+    made["mixture"] = [{"chosen": _asked(i) + said["yes"], "rejected": _asked(i) + said["no"]} for i in numbers]
+    made["prompts"] = [{"context_messages": _asked(i)} for i in range(1024)]
+    made["unpaired"] = [{"instruction": f"{i}?", "response": "yes", "score": i % 2} for i in numbers]
+    made["shepherd"] = [{"input": f"{i}? Step 1: {i} ки\nStep 2: {i} ки", "label": ["+", "-"], "value": ["+", "-"]}
+                        for i in numbers]  # yapf: disable
+    made["dapo"] = [{"prompt": _asked(i), "label": str(2 * i)} for i in numbers]
+    made["answers"] = [{"input": f"{i}?", "output": "yes"} for i in numbers for _ in range(4)]
+    made["best"] = [{"input": f"{i}?", "output": "yes", "reward": 1.0} for i in numbers]
+    made["pairs"] = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in numbers]
+    for name, rows in made.items():
+        _lines(home / f"{name}.jsonl", rows)
+    (home / "rl").mkdir()
+    asked = [{"question": f"{i}?", "answer": "yes"} for i in numbers]
+    for name, rows in (("train", [*map(_graded, range(1024))]), ("test", [*map(_graded, numbers)]), ("sft", asked)):
+        pq.write_table(pa.Table.from_pylist(rows), home / "rl" / f"{name}.parquet")
+    return home
+
+
+def write_pictures(home: Path) -> Path:
+    """Write a model that sees, and rows with pictures, below ``home / "vl"``; return ``home``."""
+    media_runs.write_home(folder := home / "vl", "qwen2_5_vl")
+    for file in (folder / "model").glob("*config.json"):
+        file.write_text(file.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 16384'))
+    tokenizer = load_tokenizer(str(folder / "model"))
+    tokenizer.chat_template = (folder / "template.jinja").read_text()
+    tokenizer.save_pretrained(folder / "model")
+    for name in ("a", "b", "rl/a"):
+        (file := folder / f"{name}.png").parent.mkdir(exist_ok=True)
+        file.write_bytes(media_runs.picture(ord(name[-1]))["bytes"])
+    rated = [{"prompt": f"cat {i}", "path1": "a.png", "path2": "b.png"} for i in range(32)]
+    said = "<think>Image 1 is a cat.</think><answer>Image 1 is better</answer>"
+    judged = {"images": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "Which?"},
+                                                              {"from": "gpt", "value": said}]}  # yapf: disable
+    for name, rows in (("hpdv3", rated), ("cot", [judged] * 8)):
+        (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+    for split in ("train", "test"):
+        _lines(folder / "rl" / f"{split}.jsonl", [_graded(i, "<image>{}?") | {"images": ["a.png"]} for i in range(128)])
+    return home
