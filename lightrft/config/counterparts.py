@@ -257,11 +257,9 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--seed": ("data_seed", "data_loader_seed"),
     "--correction_high, with --rollout_correction": ("tis_imp_ratio_cap", "rollout_importance_sampling_threshold"),
     "--max_tokens_per_micro_batch":
-    ("ppo_max_token_len_per_gpu", "packing_length", "max_tokens_per_gpu", "train_max_tokens_per_gpu",
-     "rollout_max_tokens_per_gpu", "actor.ppo_max_token_len_per_gpu"),
-    "--max_tokens_per_micro_batch, which always bounds a pass":
-    ("use_dynamic_bsz", "log_prob_use_dynamic_bsz", "auto_find_batch_size", "use_dynamic_batch", "dynamic_batch",
-     "actor.use_dynamic_bsz"),
+    ("use_dynamic_bsz", "log_prob_use_dynamic_bsz", "ppo_max_token_len_per_gpu", "packing_length",
+     "auto_find_batch_size", "use_dynamic_batch", "dynamic_batch", "max_tokens_per_gpu", "train_max_tokens_per_gpu",
+     "rollout_max_tokens_per_gpu", "actor.ppo_max_token_len_per_gpu", "actor.use_dynamic_bsz"),
     "--gradient_checkpointing": ("enable_gradient_checkpointing", "gradient_checkpointing_kwargs",
                                  "vit_gradient_checkpointing"),
     "--sync_bucket_mib": ("update_weights_bucket_megabytes", ),
