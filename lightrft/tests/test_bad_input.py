@@ -5,10 +5,8 @@ import re
 import resource
 import shutil
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,13 @@ from safetensors.torch import load_file
 from transformers import BertConfig, T5Config
 
 from lightrft.strategy.checkpoint import folders, newest
-from lightrft.tests.support import tiny
-from lightrft.tests.support.launch import PYTHON, ROOT, Launched, errors, finish, flags, launch, no_orphans
-from lightrft.tests.support.tiny_task import BAD_LOSS, OPTIONS, rows, write_home, write_rows
+from lightrft.tests.support import bad_input, tiny
+from lightrft.tests.support.bad_input import assert_refused, options_of, refused, steps, write_reward
+from lightrft.tests.support.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans
+from lightrft.tests.support.tiny_task import BAD_LOSS, rows, write_rows
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-SHORT: dict[str, Any] = {
-    "max_steps": 4, "save_steps": 1, "train_batch_size": 32, "use_tensorboard": False, "eval_at_start": False,
-    "eval_steps": 0, "generate_max_len": 6, "best_metric": "none"
-}  # yapf: disable
-
-
-@pytest.fixture(name="home", scope="module")
-def home_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_home(tmp_path_factory.mktemp("bad"))
+home = bad_input.home
 
 
 @pytest.fixture(name="trained", scope="module")
@@ -38,32 +29,6 @@ def trained_fixture(home: Path) -> Path:
     """A run of two steps with its checkpoints."""
     finish(home / "trained", options_of(home, home / "trained", max_steps=2))
     return home / "trained"
-
-
-def options_of(home: Path, folder: Path, **more: Any) -> dict[str, Any]:
-    return OPTIONS | SHORT | {
-        "pretrain": home / "model", "prompt_data": home / "train.jsonl", "reward": home / "reward.py", "save_path":
-        folder / "run"
-    } | more
-
-
-def steps(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_refused(run: Launched, *words: str, code: int = 2, told_by: int = 0) -> None:
-    """One error line on one rank, no traceback, every rank out with ``code``, no worker left."""
-    assert (codes := run.wait()) == [code] * len(run.processes), f"{codes}\n{run.output}"
-    assert "Traceback" not in run.output, run.output
-    expected = [len(errors(run.log(rank))) for rank in range(len(run.logs))]
-    assert expected[told_by] == 1 and sum(expected) == 1, run.output
-    for word in words:
-        assert word in run.log(told_by), f"{word!r} is missing in\n{run.log(told_by)}"
-    assert no_orphans(run.logs[0].parent)
-
-
-def refused(home: Path, folder: Path, *words: str, ranks: int = 1, **more: Any) -> None:
-    assert_refused(launch(folder, options_of(home, folder, **more), ranks), *words)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -249,99 +214,13 @@ def test_three_bad_steps_in_a_row_end_the_run(ranks: int, home: Path, tmp_path: 
     assert newest(tmp_path / "run" / "checkpoints") is not None and no_orphans(tmp_path)
 
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
-HEAD = "def reward_func(queries, prompts, labels):\n    "
-REWARDS = {
-    "syntax": ("def reward_func(queries, prompts, labels)\n    return 1\n", ("reward.py, line 1", "correct the file")),
-    "import": ("import no_such_module\n", ("reward.py raises while it is imported", "no_such_module")),
-    "unclear": ("def one(a): return 1\ndef two(a): return 2\n", ("cannot tell which function", "path.py:function")),
-    "raises": (HEAD + "raise KeyError('broken')\n", ("could be scored: exception", "broken", "--no_reward_probe")),
-    "none": (HEAD + "return None\n", ("could be scored: none", "--no_reward_probe")),
-    "short": (HEAD + "return [1.0] * (len(queries) + 1)\n", ("could be scored: wrong_length", "rewards for")),
-    "nan": (HEAD + "return [float('nan')] * len(queries)\n", ("could be scored: not_finite", "the reward is nan")),
-    "hangs": (HEAD + "import time; time.sleep(1000)\n", ("could be scored: timeout", "--reward_timeout_s")),
-    "dies": (HEAD + "import os; os._exit(3)\n", ("could be scored: worker_died", "exit code 3")),
-}
-
-
-def write_reward(folder: Path, name: str) -> tuple[Path, tuple[str, ...]]:
-    text, words = REWARDS[name]
-    folder.mkdir(exist_ok=True)
-    (folder / "reward.py").write_text(text, encoding="utf-8")
-    return folder / "reward.py", words
-
-
-@pytest.mark.parametrize("name", REWARDS)
-def test_reward_file(name: str, home: Path, tmp_path: Path) -> None:
-    """Refused before training, with the cause."""
-    path, words = write_reward(tmp_path, name)
-    run = launch(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.5))
-    assert run.wait() == [2], run.output
-    own = run.output.split("was left unscored")[-1]
-    assert own.count("Traceback") == (name in ("import", "raises")), run.output  # the one of the user's own file
-    assert all(word in run.output for word in words) and len(errors(run.output)) == 1, run.output
-    assert no_orphans(tmp_path)
-
-
-@pytest.mark.parametrize("name,cause", [("raises", "exception"), ("none", "none"), ("short", "wrong_length"),
-                                        ("nan", "not_finite"), ("hangs", "timeout")])
-def test_a_reward_that_fails_while_training_leaves_samples_unscored(name: str, cause: str, home: Path,
-                                                                    tmp_path: Path) -> None:
-    path, _ = write_reward(tmp_path, name)
-    finish(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.2, reward_probe="false", max_steps=1))
-    row = steps(tmp_path)[0]
-    assert row["reward/unscored"] == 32 and row[f"reward/unscored/{cause}"] == 32
-    assert row["policy/optimizer_steps"] == 0, "trained on rewards that nobody gave"
-    assert no_orphans(tmp_path)
-
-
-class _Server(BaseHTTPRequestHandler):
-    """Answers /broken with 500, /slow after 5 s, /words with text, /object without rewards, /good with ones."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/slow":
-            time.sleep(5)
-        good = {"rewards": [1.0] * len(body["query"])}
-        answer = {"/words": "all good", "/object": {"verdict": 1}}.get(self.path, good)
-        self.send_response(500 if self.path == "/broken" else 200)
-        self.end_headers()
-        self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
-
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
-
-
-@pytest.fixture(name="server", scope="module")
-def server_fixture() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize("path,cause", [(None, "unreachable"), ("/slow", "timeout"), ("/words", "wrong_json"),
-                                        ("/object", "wrong_json"), ("/broken", "http_status")])
-def test_reward_server(path: str | None, cause: str, server: str, home: Path, tmp_path: Path) -> None:
-    url = server + path if path else "http://127.0.0.1:9"
-    words = (f"could be scored: {cause}", url, "correct the reward, the server or the row")
-    refused(home, tmp_path, *words, reward="none", remote_rm_url=url, reward_timeout_s=0.3)
-
-
-def test_a_server_that_fails_while_training(server: str, home: Path, tmp_path: Path) -> None:
-    finish(tmp_path, options_of(home, tmp_path, reward="none", remote_rm_url=server + "/words", reward_probe="false",
-                                max_steps=1))  # yapf: disable
-    assert steps(tmp_path)[0]["reward/unscored/wrong_json"] == 32
-
-
 # -- ranks ------------------------------------------------------------------------------------------------------------
 def test_two_ranks_tell_an_error_once(home: Path, tmp_path: Path) -> None:
     """What every rank finds at the same time is rank 0's to tell; no rank blames another."""
     cases = {
         "data": {"prompt_data": write_rows(tmp_path / "few.jsonl", rows(5))},
         "model": {"pretrain": shutil.copytree(home / "model", tmp_path / "model")},
-        "reward": {"reward": write_reward(tmp_path / "none", "syntax")[0]},
+        "reward": {"reward": write_reward(tmp_path / "none", "def reward_func(queries)\n")},
         "config": {"rollout_batch_size": 1},
     }  # yapf: disable
     _no_eos(tmp_path / "model")

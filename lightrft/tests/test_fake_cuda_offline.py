@@ -7,14 +7,13 @@ import pytest
 from lightrft.config.preference_schema import DPOConfig, KTOConfig
 from lightrft.config.sft_schema import KDConfig
 from lightrft.inference.tests import test_generate as inference
-from lightrft.tests.support import preference_runs, runs, tiny_task
+from lightrft.tests.support import preference_runs, reward_model_runs as rm, runs, tiny_task
 from lightrft.tests.support.fake_cuda import CudaTensor, fake_cuda
 from lightrft.tests.support.scorers import save_scorer
 from lightrft.tests.test_fake_cuda import assert_same
 from lightrft.trainer.offline.dpo_trainer import DPOTrainer
 from lightrft.trainer.offline.kd_trainer import KDTrainer
 from lightrft.trainer.offline.kto_trainer import KTOTrainer
-from lightrft.trainer.offline.tests import test_rm_trainer as rm
 
 no_picture = runs.no_picture
 CASES = {

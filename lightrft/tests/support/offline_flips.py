@@ -66,7 +66,7 @@ RM_FLIPS: dict[str, Flip] = {
     "input_template": Flip("Q: {}", metric("rm/tokens")),
 }  # yapf: disable
 RM_SHOWN: dict[str, str] = {
-    "value_head_prefix": _O + "test_rm_trainer.py::test_several_heads_learn_from_their_labels",
+    "value_head_prefix": _O + "test_rm_heads.py::test_several_heads_learn_from_their_labels",
     "pair_policy": _D + "test_preferences.py::test_rows_that_cannot_be_compared",
 }
 
