@@ -82,6 +82,8 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "ds_tensor_parallel_size": ("1", _ONE_RANK),
     "grad_accum_dtype": ("(?i)fp32|float32|none", "gradients are always accumulated in float32"),
     "chunk_size": (r"[1-9]\d*", "log-probs do not depend on it; --logprob_chunk_mib bounds their memory"),
+    "repetition_penalty": (r"1(\.0*)?", "1 is no penalty; in training responses are drawn from the model's own "
+                           "distribution"),
     "vllm_sync_backend": ("(?i)nccl|gloo|hccl", "training and engine share their devices; weights pass in buckets of "
                           "--sync_bucket_mib"),
     "normalize_advantages": ("(?i)true", _NEVER_READ),

@@ -296,6 +296,7 @@ _TYPED = "nothing, write the reward into the message, such as <rm_score>: 5.00"
 _CHATS = "nothing, it always uses the chat template"
 SIBLINGS: dict[str, str] = {
     "reward": "--score",
+    "remote_rm_url": "--score",
     "train_data": "--prompt_data",
     "prompt_data": "--train_data | --eval_data",
     "n_samples_per_prompt": "--n_samples",

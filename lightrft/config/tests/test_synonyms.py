@@ -72,6 +72,7 @@ def test_the_words_that_follow_are_named_in_the_notice(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("words,said", [
+    ("--repetition_penalty 1.2", "--repetition_penalty is not an option here: in training responses are drawn"),
     ("--vllm_sync_backend mpi", "--vllm_sync_backend is not an option here: weights are sent to the engine in buck"),
     ("--ref_num_nodes 1 --ref_num_gpus_per_node 8", "ref_num_nodes is an option of another trainer; here: torchrun"),
 ])
@@ -84,8 +85,10 @@ def test_no_engine_is_another_engine() -> None:
     assert problem.startswith("--engine_count 0: ") and "--engine_type hf generates without such an engine" in problem
 
 
-@pytest.mark.parametrize("words",
-                         ["--vllm_sync_backend nccl", "--enable_prefix_caching", "--vllm_enable_prefix_caching true"])
+@pytest.mark.parametrize("words", [
+    "--vllm_sync_backend nccl", "--repetition_penalty 1.0", "--enable_prefix_caching",
+    "--vllm_enable_prefix_caching true"
+])
 def test_what_always_holds_is_granted(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert changed(words) == {}
     assert capsys.readouterr().err.count(f"{words.split()[0]} has no effect: ") == 1
