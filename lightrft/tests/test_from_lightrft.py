@@ -6,7 +6,10 @@ import runpy
 import shlex
 import sys
 from collections import Counter
+from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -14,14 +17,16 @@ import torch
 from lightrft.cli.train import main
 from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, GRANTED
+from lightrft.config.rm_schema import RMConfig
 from lightrft.config.schema import Config
-from lightrft.config.tree import flatten
+from lightrft.config.tree import flatten, options
 from lightrft.models.loss import PolicyLoss
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.workers.user_file import scorer_of
 from lightrft.tests.support import tiny
 from lightrft.tests.support.lightrft_flags import Asked, FLAGS
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
+from lightrft.utils.lightrft_names import MODULES, NAMES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split("## LightRFT")[1].split("\n## ")[0]
@@ -170,3 +175,46 @@ def test_its_reward_contract_is_read() -> None:
 def test_its_parts_are_made_with_defaults() -> None:
     assert PolicyLoss().cfg.policy_loss == "ppo"
     assert get_advantage_calculator("group_norm").cfg.advantage_estimator == "group_norm"
+
+
+def name_rows() -> list[str]:
+    """The rows of the tables of modules and of names, as the page has them."""
+    modules, names = defaultdict(list), defaultdict(list)
+    for theirs, ours in MODULES.items():
+        modules[ours].append(f"`{theirs}`")
+    for home, own in NAMES.items():
+        for name, ours in own.items():
+            names[home, ours].append(f"`{name}`")
+    code = {ours: ", ".join(f"`{each}`" for each in ours.split(", ")) for _, ours in names}
+    return [f"| {', '.join(theirs)} | `{ours}` |" for ours, theirs in modules.items()
+            ] + [f"| `{home}` | {', '.join(theirs)} | {code[ours]} |" for (home, ours), theirs in names.items()]
+
+
+def test_the_page_has_the_python_names() -> None:
+    missing = [row for row in name_rows() if row not in PAGE.splitlines()]
+    assert not missing and PAGE.count("\n| `lightrft.") == len(
+        [row for row in name_rows() if "| `lightrft." in row[:13]])
+
+
+def test_names_of_ours_in_the_tables_resolve() -> None:
+    for ours in MODULES.values():
+        import_module(ours)
+    for own in NAMES.values():
+        for words in own.values():
+            first, *others = [word for word in words.split(", ") if not word.startswith("--")]
+            flags = [word for word in words.split(", ") if word.startswith("--")]
+            for name in (first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)):
+                assert resolve_name(name) is not None
+            assert {flag.split()[0][2:] for flag in flags} <= {*options(Config), *options(RMConfig)}
+
+
+@pytest.mark.parametrize("home", [home for home in NAMES if home.startswith("lightrft.")])
+def test_an_import_of_a_name_that_is_another_one_here_says_so(home: str) -> None:
+    for name, ours in NAMES[home].items():
+        with pytest.raises(ImportError, match=f"'{name}' from '{home}', a name of LightRFT; here: {re.escape(ours)}"):
+            exec(f"from {home} import {name}")
+
+
+def test_names_with_the_same_path_import() -> None:
+    exec("\n".join(re.findall(r"^from lightrft.+$", PAGE, re.MULTILINE)))
+    assert PAGE.count("\nfrom lightrft") >= 5

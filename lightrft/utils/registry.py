@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from lightrft.utils.errors import UserError, did_you_mean
+from lightrft.utils.lightrft_names import refuse_name
 
 T = TypeVar("T")
 
@@ -73,10 +74,12 @@ def foreign_name(name: str, elsewhere: Iterable[str], known: Iterable[str]) -> s
 
 
 def lazy_exports(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``package`` (PEP 562), which loads the home module of a name at its first use."""
+    """Return the ``__getattr__`` of ``package`` (PEP 562), which loads the home module of a name at its first use. A
+    name of LightRFT that is another one here is an ``ImportError`` that says so."""
 
     def load(name: str) -> Any:
         if name not in homes:
+            refuse_name(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(homes[name]), name)
 
