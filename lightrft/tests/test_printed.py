@@ -51,6 +51,7 @@ ELSEWHERE = {
     ("examples/iterative_dpo/README.md", "bash", ""): "tests/test_rounds.py",
     ("examples/conditional_sft/README.md", "bash", ""): "tests/test_rounds.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
+    ("docs/coming_from.md", "python", "import argparse\n"): "tests/test_from_lightrft.py",
     ("docs/python.md", "python", "from lightrft import GRPO\n\nrun = "): "tests/test_ten_lines.py",
     ("docs/quickstart.md", "python", "import io\n"): "tests/test_quickstart_vl.py",
     ("docs/architecture.md", "text", "12 api.py"): "tests/test_docs.py",
