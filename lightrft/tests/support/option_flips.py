@@ -282,7 +282,7 @@ SHOWN: dict[str, str] = {
     **dict.fromkeys(["zero_stage", "zpg", "overlap_comm"],
                     "lightrft/strategy/deepspeed/tests/test_deepspeed_strategy.py::test_what_the_options_do"),
     "dist_timeout_s": _U + "test_watchdog.py::test_a_hanging_rank_is_named_with_its_stack",
-    "silence_timeout_s": _U + "test_watchdog.py::test_before_its_first_step_a_rank_may_be_silent_for_longer",
+    "silence_timeout_s": "lightrft/trainer/tests/test_session.py::test_the_watchdog_of_a_session_has_its_limits",
     "engine_type": "lightrft/rollout/tests/test_weight_sync.py::test_unknown_engine",
     **dict.fromkeys(_ENGINE, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),
     "engine_kv_mib": "lightrft/rollout/tests/test_weight_sync.py::test_the_budget_option_reaches_the_engine",

@@ -322,6 +322,20 @@ def test_a_session_keeps_its_options_and_seeds_everything(home, tmp_path):
     assert numbers[0] == numbers[1] != numbers[2]
 
 
+def test_the_watchdog_of_a_session_has_its_limits(home, tmp_path, monkeypatch):
+    made: list[session.Watchdog] = []
+
+    class Noted(session.Watchdog):
+
+        def __enter__(self):
+            made.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(session, "Watchdog", Noted)
+    with training_session(parse_config(words(home, tmp_path, dist_timeout_s=77, silence_timeout_s=33))):
+        assert [(watchdog.timeout_s, watchdog.silence_s) for watchdog in made] == [(77, 33)]
+
+
 def test_a_session_on_a_gpu_measures_the_time_of_the_device(home, tmp_path):
     """Where seconds are read the host waits for the kernels whose time they are."""
     with fake_cuda() as ledger, training_session(parse_config(words(home, tmp_path))) as running:
