@@ -131,7 +131,7 @@ def _said(row: Row, key: str, where: str) -> str:
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
+    return re.sub(r"\{(\w+)\}", lambda name: values.get(name[1], name[0]), text)
 
 
 def _text(row: Row, name: str, where: str, ends: tuple[str, ...], last: bool = False) -> str:
@@ -165,11 +165,11 @@ def _media(row: Row, cfg: JudgeDataConfig, texts: tuple[str, ...], second: bool,
         raise DataError(f"{where}: the row has other media for the rejected candidate (rejected_images or its like), "
                         "and a judge sees both candidates in one request. Write <image> and its like where media "
                         f"appear, and all of them in the column {next(iter(other))!r}")
-    found = {name: row[name] for name in media_columns(cfg.as_data_config()) if not missing(row.get(name))}
+    media = {name: row[name] for name in media_columns(cfg.as_data_config()) if not missing(row.get(name))}
     if second:
         parted = part_media(row, cfg, [[text] for text in texts])
-        found |= {name: [*asked, *rejected, *chosen] for name, (asked, chosen, rejected) in parted.items()}
-    return found
+        media |= {name: [*asked, *rejected, *chosen] for name, (asked, chosen, rejected) in parted.items()}
+    return media
 
 
 def find_judgements(entry: int, rows: Rows, cfg: JudgeDataConfig, seed: int,
@@ -204,12 +204,12 @@ class JudgementDataset(SFTDataset):
         """Write the rows as chats, and read those."""
         chats: list[Row] = []
         judgements = find_judgements(entry, rows, self._cfg, self._seed, self._renderer.ends)
-        for i, (uid, found) in enumerate(judgements.items()):
-            self._right[uid] = found.right
+        for i, (uid, judgement) in enumerate(judgements.items()):
+            self._right[uid] = judgement.right
             kwargs = template_kwargs(rows.rows[i], True, rows.where(i))
             kwargs.pop("tools", None)  # in the text of the request
-            turns = [{"role": "user", "content": found.request}, {"role": "assistant", "content": found.text}]
-            chats.append({"messages": turns, "chat_template_kwargs": kwargs, **found.media})
+            turns = [{"role": "user", "content": judgement.request}, {"role": "assistant", "content": judgement.text}]
+            chats.append({"messages": turns, "chat_template_kwargs": kwargs, **judgement.media})
         return super().read(entry, replace(rows, rows=chats))
 
     def item(self, index: int) -> JudgedExample:

@@ -75,8 +75,12 @@ def _sequence(row: SFTExample, name: str, tokenizer: Tokenizer) -> Iterator[str]
 def preview_sequence(head: str, token_ids: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield ``head`` and the lines of a text; those of marked tokens begin with ``>``."""
     yield head
-    for mark, run in groupby(zip(marks, token_ids), key=lambda one: one[0]):
-        yield from shown(str(tokenizer.decode([token for _, token in run])), LEARNT if mark else GIVEN)
+    end, before = 0, ""
+    for mark, run in groupby(marks):
+        end += len([*run])  # decoded behind the others: alone, a run could lose a blank at its start
+        text = str(tokenizer.decode(list(token_ids[:end]), clean_up_tokenization_spaces=False))
+        yield from shown(text[len(before):], LEARNT if mark else GIVEN)
+        before = text
 
 
 def shown(text: str, start: str) -> Sequence[str]:

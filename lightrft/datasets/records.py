@@ -129,8 +129,8 @@ def with_system(value: Any, row: Row, where: str) -> Any:
     if isinstance(value, str):
         return [*before, *_history(row, where), {"role": "user", "content": value}]
     turns = value if isinstance(value, list) else [value]
-    own = any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns[:1])
-    return value if own else [*before, *turns]
+    has_system = any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns[:1])
+    return value if has_system else [*before, *turns]
 
 
 def prompt_column(row: Row, input_key: str) -> str | None:
@@ -278,8 +278,8 @@ def check_named_columns(rows: Rows, cfg: Any, options: Iterable[str],
         key, parts = getattr(cfg, option), (nested or {}).get(option, ())
         if key == getattr(type(cfg)(), option) or not rows.rows or any(key in _keys(row, parts) for row in rows.rows):
             continue
-        known = dict.fromkeys(name for row in rows.rows for name in _keys(row, parts))
-        raise DataError(f"--{option} {key!r}: no row of {rows.origin(0)[0]} has it. Its columns: {', '.join(known)}")
+        columns = dict.fromkeys(name for row in rows.rows for name in _keys(row, parts))
+        raise DataError(f"--{option} {key!r}: no row of {rows.origin(0)[0]} has it. Its columns: {', '.join(columns)}")
 
 
 def no_reference(rows: Rows, cfg: DataConfig) -> str:

@@ -178,6 +178,14 @@ def test_a_prefill_is_the_end_of_the_prompt(name, plan):
     assert plan(name, field.rows("prefill")) == [ASKED.format("1+1?") + "<think>Let me"]
 
 
+def test_rows_that_are_learnt_beside_the_prompts_are_shown_too(plan, tmp_path):
+    beside = tmp_path / "beside.jsonl"
+    beside.write_text(json.dumps(field.rows("newline_answer")[1]) + "\n", encoding="utf-8")
+    prompt, row = plan("train", field.rows("prefill"), pretrain_data=beside, ptx_batch_size=1)
+    assert prompt.endswith("<think>Let me"), "nothing of it is learnt"
+    assert row == ASKED.format("1+1?").replace("start|>user", "start|>«user") + f"\n2{END}\n»", "all but its start"
+
+
 @pytest.mark.parametrize("name", ["sft", "kd", "dpo", "rm", "kto"])
 def test_line_breaks_and_the_end_are_learnt(name, plan):
     row, other = field.rows("newline_answer")

@@ -21,6 +21,7 @@ from lightrft.datasets.rows import DataError, hold_rows, Rows
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.steps import StepDataset
 from lightrft.tests.support import field
+from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.utils.logging import get_logger
 
 ASKED = [{"role": "user", "content": "1+1?", "name": "Ann"}]
@@ -163,6 +164,13 @@ def test_the_first_row_is_shown_with_what_is_learnt(tokenizer):
                       "It is 4 C.<|im_end|>")
     counts = len(data[0].token_ids), sum(data[0].loss_mask)
     assert lines[0] == "the first row: {} tokens, of which {} are learnt (marked >):".format(*counts)
+
+
+def test_a_blank_before_an_answer_is_shown():
+    """Which a Metaspace tokenizer removes from a text that begins with it."""
+    tokenizer = metaspace()
+    lines = [*preview(sft([{"prompt": "Q:", "completion": " 2"}], tokenizer)[0], tokenizer)]
+    assert lines[1:] == ["  | Q:", "  >  2</s>"], lines
 
 
 @pytest.mark.parametrize("kind,heads,learnt", [

@@ -12,7 +12,7 @@ from lightrft.datasets.records import missing
 from lightrft.datasets.rows import hold_rows, load_rows
 from lightrft.tests.support import field
 
-CHAT = [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]
+CHAT = [{"role": role, "content": [{"type": "text", "text": "1+1?"}] * 2} for role in ("user", "assistant")]
 ROWS = [{**row, "margin": margin, "labels": [0, 1], "chats": [CHAT]}
         for row, margin in zip(field.rows("reference_object"), (0.5, None, 1.5))]  # yapf: disable
 
