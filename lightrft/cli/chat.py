@@ -6,10 +6,14 @@ from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from lightrft.cli.command_line import parse_command
 from lightrft.config.cli import exit_on_config_error, ParsedConfig
 from lightrft.config.inference_schema import ChatConfig
+
+if TYPE_CHECKING:
+    from lightrft.strategy.base import StrategyBase
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,7 +48,11 @@ def chat(parsed: ParsedConfig) -> None:
     from lightrft.trainer.trial import TrialContext
     opened = partial(LoadedModel.open, parsed.config.as_config(),
                      repetition_penalty=parsed.config.engine.repetition_penalty)
-    with training_session(parsed, trial=TrialContext(rehearse=lambda strategy: opened(strategy).prepare())) as session:
+
+    def rehearse(strategy: "StrategyBase") -> None:
+        opened(strategy).prepare()
+
+    with training_session(parsed, trial=TrialContext(rehearse=rehearse)) as session:
         model = opened(session.strategy)
         engine = model.start()
         if isinstance(sys.stdin, TextIOWrapper):
