@@ -20,6 +20,7 @@ def fixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(520)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_strategy_trains_the_same(ranks: int, folder: Path) -> None:
     torchrun(media_strategies.__name__, folder, ranks=ranks, limit_s=500)

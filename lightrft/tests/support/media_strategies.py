@@ -40,6 +40,7 @@ RIGS = {
     "tiles": FAMILIES["llava_onevision"], "hears": SOUNDS["qwen2_audio"],
     "does both": FAMILIES["qwen2_5_omni_thinker"], "bare": FAMILIES["gemma3"]
 }  # yapf: disable
+STEPS = {"mixed": 10}  # of those that are compared with one process; other data differ in the first ones
 OF_RIG = {"hears": ("media", "mixed"), "tiles": ("mixed", )}  # text alone: one tower that it does not use is enough
 KINDS = {"kinds": [(0, 5), (7, 1)]}  # picture and videos; sound and text
 MICRO_BATCHES, ROWS = 4, 2  # of a step; those with all rows of the data
@@ -319,7 +320,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
             case = cases[rig.folder.name] = MediaCase(strategy, own / rig.folder.name, rig=rig)
             case.folder.mkdir(exist_ok=True)
             for data in OF_RIG.get(rig.folder.name, DATA):
-                same_steps(replace(case, data=data), 2 if rig is tiles else 10)
+                same_steps(replace(case, data=data), 2 if rig is tiles else STEPS.get(data, 4))
         same_steps(replace(case, rig=rigs["does both"], data="kinds"))
         resumes_bitwise(case)
         cuts_alike(case)
