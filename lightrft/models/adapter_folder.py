@@ -19,19 +19,22 @@ def refuse_adapter(path: str, folder: Path | None) -> None:
     """
     if folder is not None and (folder / ADAPTER_CONFIG).is_file():
         whole = (folder / "config.json").is_file()
-        raise UserError(
-            _both(path) if whole else f"{path!r} is an adapter without its model ({ADAPTER_CONFIG}, and no "
-            f"config.json). Merge the two: {_merging('MODEL', path)}, then give OUT")
+        raise UserError(_both(path) if whole else _alone(path))
 
 
-def refuse_hub_adapter(path: str) -> None:
-    """Refuse the hub id ``path`` of a model if an adapter is beside it, on the hub or in its cache.
+def refuse_hub_adapter(path: str, whole: bool = True) -> None:
+    """Refuse the hub id ``path`` if it holds an adapter, on the hub or in its cache: beside a ``whole`` model, or alone.
 
     Raises:
         UserError: naming the command that merges the two.
     """
     if find_adapter_config_file(path) is not None:
-        raise UserError(_both(path))
+        raise UserError(_both(path) if whole else _alone(path))
+
+
+def _alone(path: str) -> str:
+    return (f"{path!r} is an adapter without its model ({ADAPTER_CONFIG}, and no config.json). Merge the two: "
+            f"{_merging('MODEL', path)}, then give OUT")
 
 
 def _both(path: str) -> str:

@@ -1,4 +1,6 @@
 """What the config.json of a model says, in a folder or on the hub: parts, shapes and lengths, without its weights."""
+from contextlib import suppress
+
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -24,6 +26,9 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         config = read_pretrained(AutoConfig, folder or path)
     except (OSError, ValueError, KeyError) as error:
+        if folder is None:
+            with suppress(OSError):  # the first error says more
+                refuse_hub_adapter(path, whole=False)
         where = "" if folder else " (no such folder, so it was taken for a hub id)"
         raise UserError(f"cannot load a model from {path!r}{where}: {first_line(error)}") from error
     if folder is None:

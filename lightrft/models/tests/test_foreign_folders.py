@@ -71,17 +71,21 @@ def test_an_adapter_beside_a_model_is_refused_with_the_command_that_merges_it(bo
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_an_adapter_beside_a_model_of_the_hub_is_refused_before_weights_are_read(both, load, tmp_path, monkeypatch):
-    """In the cache, whose weights here are no file of weights."""
-    snapshot = tmp_path / "models--org--both" / "snapshots" / ("a" * 40)
-    shutil.copytree(both / "both", snapshot)
+@pytest.mark.parametrize("name,words", [("both", "holds a model and an adapter"),
+                                        ("adapter", "is an adapter without its model")])
+def test_an_adapter_of_the_hub_is_refused_before_weights_are_read(both, load, name, words, tmp_path, monkeypatch):
+    """In the cache, whose weights here are no file of weights; beside a model, or alone."""
+    if name == "adapter" and load is load_tokenizer:
+        pytest.skip("it holds no tokenizer")
+    snapshot = tmp_path / f"models--org--{name}" / "snapshots" / ("a" * 40)
+    shutil.copytree(both / name, snapshot)
     (snapshot / "model.safetensors").write_text("never read")
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("a" * 40)
-    for name, value in (("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", True)):
-        monkeypatch.setattr(huggingface_hub.constants, name, value)
-    with pytest.raises(UserError, match="^'org/both' holds a model and an adapter.*lightrft merge_lora"):
-        load("org/both")
+    for constant, value in (("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(huggingface_hub.constants, constant, value)
+    with pytest.raises(UserError, match=f"^'org/{name}' {words}.*lightrft merge_lora"):
+        load(f"org/{name}")
 
 
 def test_that_command_merges_it_once(both, tmp_path):
