@@ -23,7 +23,7 @@ def refuse_adapter(path: str, folder: Path | None) -> None:
 
 
 def refuse_hub_adapter(path: str, whole: bool = True) -> None:
-    """Refuse the hub id ``path`` if it holds an adapter, on the hub or in its cache: beside a ``whole`` model, or alone.
+    """Refuse the hub id ``path`` if it holds an adapter, on the hub or in its cache, beside a ``whole`` model or alone.
 
     Raises:
         UserError: naming the command that merges the two.
