@@ -2,8 +2,10 @@
 
 ``support/word_for_word.yaml`` has them, ``docs/word_for_word.md`` the outcome of each, which is tried here.
 """
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -112,3 +114,19 @@ def test_a_command_of_a_document_has_the_outcome_of_the_page(document, name, hom
 def test_the_page_has_no_other_rows():
     rows = re.findall(r"^\| (?!command|---)(.+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == [name for _, name in COMMANDS]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_launcher_of_deepspeed_runs_a_command(home, tmp_path):
+    """It passes ``--local_rank``, and names the variables of its ranks in its own way."""
+    pytest.importorskip("deepspeed")
+    words = words_of(LISTED["OpenRLHF, README"]["SFT"]["command"], home, tmp_path / "run")
+    small = ["--max_steps", "1", "--train_batch_size", "2", "--max_len", "64", "--no_use_wandb", "--disable_ckpt"]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+    done = subprocess.run([*launcher, "--module", "lightrft.cli.train_sft", *split(words)[1], *small],
+                          capture_output=True, text=True, timeout=280, cwd=tmp_path,
+                          env=os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(PAGE.parents[1])})
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "--local_rank has no effect" in said, said[-3000:]
+    assert (tmp_path / "run" / "llama3-8b-sft" / "hf" / "model.safetensors").exists()
