@@ -111,6 +111,7 @@ def _untokenized(config: Config, parts: Sequence[Rows], found: Found, scored: bo
 def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool) -> Sequence[Prompt]:
     """Make the prompts of a split that are on this machine as the run does, for its errors and warnings; note in
     ``read`` that others are not."""
+    assert read.tokenizer is not None, "they are tokenized"
     data = config.data
     local = replace(data, prompt_data=[*filter(is_here, data.prompt_data)],
                     eval_data=[*filter(is_here, data.eval_data)],
