@@ -31,7 +31,7 @@ it lacks from wheels. Download them elsewhere, for the Python of that machine, a
 pip download --no-deps -d wheels --python-version 3.12 --only-binary :all: liger-kernel==0.8.5 trl==1.16.0 \\
   datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 math-verify==0.9.0 latex2sympy2-extended==1.11.0 \\
   antlr4-python3-runtime==4.13.2
-python3 -m benchmarks.gpu --minutes 8 --wheels wheels --out results  # there, in the repository; no make is needed
+python3 -m benchmarks.gpu --minutes 8 --wheels wheels --out results  # there, in the repository
 ```
 
 The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
