@@ -54,7 +54,7 @@ def test_flags_modules_and_files_that_are_named_exist(page):
     others = ("--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout",
               "--logdir", "--gpus", "--node-rank", "--master-addr", "--local_save_dir", "--repo-type", "--local-dir",
               "--no-build-isolation", "--index-url", "--only-binary", "--python-version", "--first_step",
-              "--one_question")
+              "--one_question", "--minutes", "--wheels")
     for flag in set(re.findall(r"--[a-z][\w-]+", text)) - set(others):
         assert re.search(rf"\b(no_)?{flag.removeprefix('--').removeprefix('no_')}\b", sources), f"{page}: {flag}"
     for path in re.findall(r"\b(?:lightrft|examples|benchmarks)/[\w/.]+\.\w+", text):
