@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lightrft.cli.main import COMMANDS
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import flags
+from lightrft.tests.support.planned_too import UNPLANNED
 from lightrft.tests.support.scorers import save_scorer
 from lightrft.tests.support.tiny_task import rows, write_home, write_rows
 
@@ -188,6 +189,12 @@ def test_a_dry_run_refuses_in_the_words_of_the_run(command, name, home, tmp_path
     assert contents(tmp_path) == before, "a dry run writes nothing"
     assert run(command, wanted) == 2, capfd.readouterr()
     assert planned == refusal(capfd) and re.search(words, planned, re.S), (planned, given_)
+
+
+@pytest.fixture(autouse=True)
+def _is_planned_here(monkeypatch):
+    """These tests compare the two themselves."""
+    monkeypatch.setitem(UNPLANNED, "", "planned by the test")
 
 
 ABSENT = {  # a package -> the command and the options that need it; the end of the line that installs it

@@ -1,5 +1,6 @@
 """Plans every run that the suite refuses: its dry run has to refuse it too, in the same words."""
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -53,7 +54,9 @@ def compare(refusal: str, plan: Callable[[], str]) -> None:
 
 
 def planned(module: Any, parsed: Any, trial: Any) -> str:
-    """Return the refusal of the dry run of a command; empty if it refuses nothing."""
+    """Return the refusal of the dry run of a command; empty if it refuses nothing. It writes no line."""
+    level = logging.root.manager.disable
+    logging.disable()
     try:
         with redirect_stdout(io.StringIO()), parsed.own_words():
             module.check(parsed._replace(dry_run=True), trial)
@@ -61,4 +64,6 @@ def planned(module: Any, parsed: Any, trial: Any) -> str:
         return str(error)
     except SystemExit:
         return ""
+    finally:
+        logging.disable(level)
     raise AssertionError("a dry run ends")

@@ -10,6 +10,7 @@ from lightrft.config.rm_schema import GRMConfig
 from lightrft.config.schema import RolloutConfig
 from lightrft.datasets.judgements import ANSWERS, judge_format, JudgedExample, JudgementDataset, TIE, verdict
 from lightrft.datasets.media_store import MediaStore
+from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.config_json import context_of
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.reward_model import JUDGE
@@ -55,6 +56,11 @@ class GRMTrainer(SFTTrainer):
             metrics |= {f"eval/{name}": sum(verdicts) / len(verdicts)} if verdicts else {}
         return metrics
 
+    @property
+    def policy(self) -> ActorLanguage:
+        """The model that judges."""
+        return cast(ActorLanguage, self.actor.model)
+
     @torch.no_grad()
     def judge(self, rows: Sequence[JudgedExample]) -> list[str]:
         """Generate a judgement of every row, shared among the ranks, and return their answers; a collective."""
@@ -62,7 +68,7 @@ class GRMTrainer(SFTTrainer):
         mine = [*enumerate(prompts)][self.strategy.rank::self.strategy.world_size]
         limits = self._limits(prompts)
         rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=max(limits))
-        engine = build_hf_engine(rollout, self.actor.model, self.strategy.device, self.tokenizer,
+        engine = build_hf_engine(rollout, self.policy, self.strategy.device, self.tokenizer,
                                  bool(self.config.model.bf16), self.strategy.cfg.collective_limit_s, fixed=False)
         try:
             sync_weights(self.strategy, self.actor, engine, 0)
@@ -77,7 +83,7 @@ class GRMTrainer(SFTTrainer):
 
     def _judged(self, engine: RolloutEngine, numbered: list[tuple[int, Prompt]], limit: int) -> list[Sample]:
         """Generate judgements of at most ``limit`` tokens, each with the frequencies of its own length."""
-        model = self.actor.model.hf_model
+        model = self.policy.hf_model
         groups = grouped(model, (len(prompt.token_ids) + limit for _, prompt in numbered))
         return [sample for group in groups for sample in respond(
             engine, self.tokenizer, None, [numbered[i] for i in group], [[0]] * len(group), SamplingParams(limit, 0.0),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.options import show
 from lightrft.config.rm_schema import RMConfig
 from lightrft.datasets.media_store import MediaStore
-from lightrft.datasets.preferences import Pair
+from lightrft.datasets.preferences import Pair, PairDataset
 from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
@@ -37,7 +37,7 @@ class RMTrainer(PairTrainer):
 
     @classmethod
     def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str,
-             media: MediaStore | None) -> Sequence[Pair]:
+             media: MediaStore | None) -> PairDataset:
         """Extend :meth:`PairTrainer.read` by :func:`check_heads` and :func:`check_margins`."""
         check_names(config.model.heads_types)
         rows = super().read(config, tokenizer, split, media)
