@@ -12,6 +12,7 @@ from lightrft.datasets.judged import Judged
 from lightrft.datasets.preferences import Pair
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.datasets.steps import StepExample
+from lightrft.datasets.token_texts import decode_behind
 from lightrft.types import Prompt
 
 WIDTH = 80  # columns of a line
@@ -75,12 +76,12 @@ def _sequence(row: SFTExample, name: str, tokenizer: Tokenizer) -> Iterator[str]
 def preview_sequence(head: str, token_ids: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield ``head`` and the lines of a text; those of marked tokens begin with ``>``."""
     yield head
-    end, before = 0, ""
+    start = 0
     for mark, run in groupby(marks):
-        end += len([*run])  # decoded behind the others: alone, a run could lose a blank at its start
-        text = str(tokenizer.decode(list(token_ids[:end]), clean_up_tokenization_spaces=False))
-        yield from shown(text[len(before):], LEARNT if mark else GIVEN)
-        before = text
+        end = start + len([*run])
+        text, = decode_behind(tokenizer, [(token_ids[:start], token_ids[start:end])])
+        yield from shown(text, LEARNT if mark else GIVEN)
+        start = end
 
 
 def shown(text: str, start: str) -> Sequence[str]:

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.token_texts import decode_behind
 from lightrft.rollout.engine import Continuation, Ended, NextTurn
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
@@ -41,8 +42,8 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
 
     def ask(ended: Ended) -> list[Continuation | None]:
         begun = [so_far(i, k) for i, k, _ in ended]
-        texts = tokenizer.batch_decode([tokens + done.token_ids for (_, tokens), (*_, done) in zip(begun, ended)],
-                                       skip_special_tokens=False)  # yapf: disable
+        texts = decode_behind(tokenizer, [(prompt.token_ids, tokens + done.token_ids)
+                                          for (prompt, tokens), (*_, done) in zip(begun, ended)])  # yapf: disable
         answers = [environment.turn(prompt, text) for (prompt, _), text in zip(begun, texts)]
         for (prompt, _), answer in zip(begun, answers):
             if not (answer is None or isinstance(answer, str)):

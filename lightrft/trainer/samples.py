@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.schema import DataConfig, RolloutConfig
 from lightrft.datasets.records import prefill_of
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.token_texts import decode_behind
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
@@ -135,7 +136,7 @@ def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], stop:
         done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
         for *_, done in ended
     ]
-    texts = tokenizer.batch_decode(bodies, skip_special_tokens=False)
+    texts = decode_behind(tokenizer, [(prompt.token_ids, body) for (_, prompt, *_), body in zip(ended, bodies)])
     return [_sample(*each, text) for each, text in zip(ended, texts)]
 
 

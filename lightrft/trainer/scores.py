@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.base import Advantage
 from lightrft.datasets.records import prefill_of
+from lightrft.datasets.token_texts import decode_behind
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.rewards.base import Score
 from lightrft.strategy.base import StrategyBase
@@ -153,18 +154,18 @@ def on_tokens(sample: Sample, steps: Steps, tokenizer: PreTrainedTokenizerBase) 
     drawn = [i for i, own in enumerate(sample.loss_mask) if own]
     low, begun = 0, len(prefill_of(sample.prompt.messages) or "")
     for end, reward in steps if drawn else ():
-        low = _tokens_of(sample.token_ids[start:], end - begun, low, tokenizer)
+        low = _tokens_of(sample.token_ids, start, end - begun, low, tokenizer)
         at = start + low - 1
         found.append((max((i for i in drawn if i <= at), default=drawn[0]), reward))
     return found
 
 
-def _tokens_of(ids: list[int], end: int, low: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the fewest leading tokens, more than ``low`` - 1, whose text has at least ``end`` characters."""
-    low, high = max(low, 1), len(ids)
+def _tokens_of(ids: list[int], start: int, end: int, low: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the fewest tokens from ``start`` on, more than ``low`` - 1, whose text has at least ``end`` characters."""
+    prompt, low, high = ids[:start], max(low, 1), len(ids) - start
     while low < high:
         middle = (low + high) // 2
-        text = str(tokenizer.decode(ids[:middle], skip_special_tokens=False))
+        text, = decode_behind(tokenizer, [(prompt, ids[start:start + middle])])
         if len(text.rstrip("\ufffd")) >= end:  # the first bytes of a character are none yet
             high = middle
         else:

@@ -7,6 +7,7 @@ import torch
 from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.boundary_tokenizers import byte_level, metaspace
 from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
 from lightrft.trainer.samples import pack_samples, Response, sample_seed, stop_token_ids, to_samples
 from lightrft.types import Prompt
@@ -147,6 +148,20 @@ def test_samples_and_packing():
     assert exp.weight_versions.tolist() == [-1] * 2 + [7] * 4 + [-1] * 2 + [7] * 2
     assert exp.cu_seqlens.tolist() == [0, 6, 10] and exp.loss_mask.sum() == 6
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, -0.4, 0, 0, -1, -2])
+
+
+@pytest.mark.parametrize("tokenizer", [metaspace(), byte_level()], ids=["metaspace", "byte level"])
+@pytest.mark.parametrize("context", ["Q:", "Q\u20ac", "</s>", "Q: ", ""])
+def test_a_response_keeps_the_blank_that_it_begins_with(tokenizer, context):
+    """Also behind a prompt that ends with bytes of a character: alone, its last token is no text."""
+    prompt = Prompt("u", tokenizer.encode(context), context)
+    vocab = tokenizer.get_vocab()
+    blank, letter = vocab["\u2581" if "\u2581" in vocab else "\u0120"], vocab["2"]
+    done = [Completion([*body, tokenizer.eos_token_id], [0.0] * (len(body) + 1), "stop")
+            for body in ([blank, letter], [letter], [])]  # yapf: disable
+    texts = [each.text for each in to_samples(tokenizer, [(0, prompt, 0, Response.of(each, 0)) for each in done])]
+    stripped = not context and tokenizer.decode([blank]) == ""  # nothing is before it
+    assert texts == ["2" if stripped else " 2", "2", ""]
 
 
 def test_a_response_of_two_turns_has_two_runs_in_the_mask():

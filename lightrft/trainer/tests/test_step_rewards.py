@@ -11,6 +11,7 @@ from lightrft.config.schema import AlgorithmConfig
 from lightrft.preflight.validate import validate
 from lightrft.rewards.rules import format_score
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.tests.support.launch import flags
 from lightrft.tests.support.scorers import save_judge
 from lightrft.trainer.advantage_calculator import token_rewards
@@ -76,6 +77,10 @@ def test_the_token_of_a_step_is_the_one_that_writes_its_end():
     assert on_tokens(sample, [(2, 0.5), (5, 0.25)], tokenizer) == [(4, 0.5), (4, 0.25)], "the rest is not drawn"
     sample.loss_mask[-1] = True
     assert on_tokens(sample, [(1, 1.0), (2, 0.5), (5, 0.25)], tokenizer) == [(2, 1.0), (4, 0.5), (7, 0.25)]
+    tokenizer = metaspace()
+    prompt, ids = tokenizer.encode("Q:"), tokenizer.convert_tokens_to_ids(["\u2581", "a", "b"])
+    sample = Sample(Prompt("0", prompt, "Q:"), 0, 0, prompt + ids, [False] * 3 + [True] * 3, [], [], "stop")
+    assert on_tokens(sample, [(2, 0.5), (3, 1.0)], tokenizer) == [(4, 0.5), (5, 1.0)], "the blank is one of two"
 
 
 def test_rewards_read_a_prefill_in_the_answer():
