@@ -62,7 +62,7 @@ def check_source(path: Path) -> None:
 class Loaded(NamedTuple):
     """A function as a scorer.
 
-    Attributes:
+    Args:
         batched: it takes a whole batch.
         columns: parameters that only columns of the rows can fill.
         reads_models: it takes the scores of the reward models.
