@@ -213,6 +213,21 @@ def test_an_import_of_a_name_that_is_another_one_here_says_so(home: str) -> None
             exec(f"from {home} import {name}")
 
 
+def test_a_module_that_has_another_path_here_imports_as_ours() -> None:
+    for theirs, ours in MODULES.items():
+        if not theirs.startswith(("lightrft.strategy.fsdp.", "lightrft.strategy.deepspeed.")):
+            import_module(theirs)
+    from lightrft.models.actor_language import ActorLanguage
+    assert resolve_name("lightrft.models.actor_vl.ActorVL") is ActorLanguage
+    assert resolve_name("lightrft.utils.ensure_video_input_available")() is None
+    with pytest.raises(ImportError, match="a name of LightRFT; here: lightrft.models.reward_model.RewardModel"):
+        exec("from lightrft.models.srm_vl import ScalarRewardModelVL")
+    with pytest.raises(ImportError, match="'nothing' from 'lightrft.utils.processor', a module of LightRFT; here: lig"):
+        exec("from lightrft.utils.processor import nothing")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'lightrft.models.nosuch'"):
+        import_module("lightrft.models.nosuch")
+
+
 def test_names_with_the_same_path_import() -> None:
     exec("\n".join(re.findall(r"^from lightrft.+$", PAGE, re.MULTILINE)))
     assert PAGE.count("\nfrom lightrft") >= 5

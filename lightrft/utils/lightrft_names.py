@@ -1,4 +1,10 @@
-"""Python names of LightRFT that are other ones here: what an import of one of them says."""
+"""Python names of LightRFT that are other ones here: what an import of one of them does or says."""
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 # package or class there -> name -> what does its work here
 NAMES: dict[str, dict[str, str]] = {
@@ -88,7 +94,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-# module there -> the module here
+# module there -> the module here, which an import of it reads
 MODULES = {
     "lightrft.models.actor_vl": "lightrft.models.actor_language",
     "lightrft.models.actor_al": "lightrft.models.actor_language",
@@ -110,6 +116,7 @@ MODULES = {
     "lightrft.trainer.srm_trainer_al": "lightrft.trainer.offline.rm_trainer",
     "lightrft.trainer.grm_trainer_vl": "lightrft.trainer.offline.grm_trainer",
     "lightrft.reward": "lightrft.rewards",
+    "lightrft.evaluation": "lightrft.inference",
     "lightrft.evaluation.math_eval_utils": "lightrft.inference.accuracy",
     "lightrft.strategy.config": "lightrft.config.schema",
     "lightrft.strategy.fake_strategy": "lightrft.strategy.strategy",
@@ -132,3 +139,38 @@ def refuse_name(home: str, name: str) -> None:
     """
     if ours := NAMES.get(home, {}).get(name):
         raise ImportError(f"cannot import name {name!r} from {home!r}, a name of LightRFT; here: {ours}", name=name)
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Importer of the modules of LightRFT that have another path here: each has the names of ours, read at their use;
+    a name that is another one here raises the error of :func:`refuse_name`."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make an empty module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        theirs, ours = module.__name__, MODULES[module.__name__]
+
+        def load(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            for home in NAMES:
+                if theirs.startswith(f"{home}."):
+                    refuse_name(home, name)
+            try:
+                return getattr(import_module(ours), name)
+            except AttributeError:
+                raise ImportError(f"cannot import name {name!r} from {theirs!r}, a module of LightRFT; here: {ours}",
+                                  name=name) from None
+
+        setattr(module, "__getattr__", load)
+
+
+def ensure_video_input_available() -> None:
+    """Do nothing: LightRFT's scripts call this before they import; the versions of transformers here need no change."""
+
+
+sys.meta_path.append(MovedModules())
