@@ -14,6 +14,7 @@ SPLIT_WORDS = {
 }
 """Word in the name of a file or folder -> the kinds of splits that it may mean."""
 _HIDDEN = (".", "_", "~")  # .ipynb_checkpoints, ._a.jsonl of macOS, __MACOSX, _temporary of Spark, ~$a.csv of Excel
+_SHARD = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<total>\d{5})")
 _CHOICE = "Name the files that you want as entries of their own (--prompt_data, --train_data or --eval_data)"
 
 
@@ -24,7 +25,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
 
     Raises:
         DataError: there is none, a file names two splits, or files may hold the same rows: they have several formats,
-            or one is a copy of another.
+            or one is a copy of another, or their names count shards differently. Or a shard is absent.
     """
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in READERS and file.is_file())
     files = [file for file in files if not hidden(file.relative_to(folder))]
@@ -37,6 +38,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         _check_one_split(file.relative_to(folder), folder)
     _check_formats(chosen, folder)
     _check_copies(chosen, folder)
+    _check_shards(chosen, folder)
     return chosen
 
 
@@ -53,7 +55,8 @@ def _names(path: Path) -> list[str]:
 
 
 def _check_one_split(path: Path, folder: Path) -> None:
-    kinds = [(name, SPLIT_WORDS[name]) for name in _names(path) if name in SPLIT_WORDS]
+    names = [*_names(path), *path.stem.split("_", 1)[1:]]  # train_test.jsonl, but not train_test_cases.jsonl
+    kinds = [(name, SPLIT_WORDS[name]) for name in names if name in SPLIT_WORDS]
     other = next((pair for pair in combinations(kinds, 2) if not pair[0][1] & pair[1][1]), None)
     if other is not None:
         (first, _), (second, _) = other
@@ -77,6 +80,22 @@ def _check_copies(files: list[Path], folder: Path) -> None:
         if first.stat().st_size and first.read_bytes() == second.read_bytes():
             raise DataError(f"{folder}: {_listed((first, second), folder)} are the same bytes, so every row would be "
                             f"there twice. Remove one of them. {_CHOICE}")
+
+
+def _check_shards(files: list[Path], folder: Path) -> None:
+    """Refuse shards of two writings of the same rows, and a set of shards that is not whole."""
+    sets: dict[Path, dict[int, list[Path]]] = {}
+    for file, shard in ((file, _SHARD.fullmatch(file.stem)) for file in files):
+        if shard is not None:
+            sets.setdefault(file.with_name(shard["name"]), {}).setdefault(int(shard["total"]), []).append(file)
+    for by_total in sets.values():
+        if len(by_total) > 1:
+            raise DataError(f"{folder}: {_listed((shards[0] for shards in by_total.values()), folder)} count their "
+                            f"shards differently, so each may hold rows of the other. Remove one set. {_CHOICE}")
+        [(total, shards)] = by_total.items()
+        if len(shards) < total:
+            raise DataError(f"{folder}: has {len(shards)} of the {total} shards of {_listed(shards[:1], folder)}, so "
+                            f"rows would be absent. Download the others. {_CHOICE}")
 
 
 def _listed(files: Iterable[Path], folder: Path) -> str:

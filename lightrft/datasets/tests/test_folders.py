@@ -46,8 +46,22 @@ def test_a_copy_of_a_file_is_refused(tmp_path):
         load_rows(str(tmp_path))
 
 
+def test_shards_are_whole_and_of_one_writing(tmp_path):
+    write(tmp_path, "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "more/train-00000-of-00001.jsonl")
+    assert len(prompts(tmp_path)) == 3, "shards of two folders"
+    write(tmp_path, "train-00000-of-00001.jsonl")
+    with pytest.raises(DataError, match="train-00000-of-00001.jsonl and train-00000-of-00002.jsonl count their shards"):
+        load_rows(str(tmp_path))
+    (tmp_path / "train-00000-of-00001.jsonl").unlink()
+    (tmp_path / "train-00001-of-00002.jsonl").unlink()
+    with pytest.raises(DataError, match="has 1 of the 2 shards of train-00000-of-00002.jsonl.*Download the others"):
+        load_rows(str(tmp_path))
+    assert len(load_rows(str(tmp_path / "train-00000-of-00002.jsonl")).rows) == 1, "as an entry of its own"
+
+
 @pytest.mark.parametrize("name,split", [("train/test.jsonl", "train"), ("train/test.jsonl", "test"),
-                                        ("train/dev-0.jsonl", "train"), ("test/val/a.jsonl", "test")])
+                                        ("train/dev-0.jsonl", "train"), ("test/val/a.jsonl", "test"),
+                                        ("train_eval.jsonl", "train"), ("test_train.jsonl", "test")])
 def test_a_file_that_is_named_after_two_splits_is_refused(tmp_path, name, split):
     write(tmp_path, "train/a.jsonl", "test/b.jsonl", name)
     with pytest.raises(DataError, match=f"{name} is named after two splits, '.*' and '.*Rename or move it"):
