@@ -1,5 +1,6 @@
-# Sourced by the run scripts of the examples: where the ranks run, and `train SCRIPT FLAGS...`, which starts them with the
-# variables of those scripts as flags.
+# Sourced by the scripts of reinforcement learning: the rollout engine, and `train PROGRAM FLAGS...`, which starts the
+# ranks with the variables of those scripts as flags.
+source "$(dirname "${BASH_SOURCE[0]}")/torchrun.sh" # NNODES, NPROC, PYTHON ...
 
 # The default of ENGINE: vLLM where it is installed.
 installed_engine() {
@@ -12,34 +13,14 @@ installed_engine() {
   fi
 }
 
-# One node finds a free port; several: the same command on each, with its NODE_RANK and the address of node 0.
-NNODES=${NNODES:-1}
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-NPROC=${NPROC:-$GPUS_PER_NODE}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
-MASTER_PORT=${MASTER_PORT:-20090}
-PYTHON=${PYTHON:-python3}
 ENGINE=${ENGINE:-$(installed_engine)}
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save in, once asked to stop
-export TOKENIZERS_PARALLELISM=false
 
-# tee outlives SIGTERM and Ctrl-C, and torchrun takes the place of this shell, so that both reach it and the run can save
-launch() {
-  local nodes=(--standalone)
-  if [[ "$NNODES" != 1 ]]; then
-    nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
-  fi
-  mkdir -p "$SAVE"
-  exec > >(trap "" INT TERM; exec tee -a "$SAVE/log_node$NODE_RANK.txt") 2>&1
-  exec "$PYTHON" -m torch.distributed.run "${nodes[@]}" --nproc-per-node "$NPROC" "$@"
-}
-
-# Every run script sets these variables; its own FLAGS follow, and win.
+# Every run script sets these variables; its own FLAGS follow, and win. Without TRAIN_DATA and EVAL_DATA the folder DATA
+# has the files of both splits.
 train() {
   launch "$1" \
-    --pretrain "$MODEL" --prompt_data "$DATA/train.parquet" --eval_data "$DATA/test.parquet" --save_path "$SAVE" \
+    --pretrain "$MODEL" --save_path "$SAVE" \
+    --prompt_data "${TRAIN_DATA:-$DATA/train.parquet}" --eval_data "${EVAL_DATA:-$DATA/test.parquet}" \
     --train_batch_size "$TBS" --rollout_batch_size "$RBS" --n_samples_per_prompt "$N_SAMPLES" \
     --micro_train_batch_size "$MICRO_TRAIN" --micro_rollout_batch_size "$MICRO_ROLLOUT" \
     --num_episodes "$EPISODES" --prompt_max_len "$PROMPT_MAX_LEN" --generate_max_len "$GENERATE_MAX_LEN" \

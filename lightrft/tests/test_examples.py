@@ -168,7 +168,8 @@ def test_gsm8k_defaults(gsm8k, tmp_path):
 
 def test_gsm8k_readme_names_every_variable():
     readme = (GSM8K / "README.md").read_text(encoding="utf-8")
-    script = "".join(path.read_text(encoding="utf-8") for path in (GSM8K_RUN, ROOT / "examples" / "launch.sh"))
+    files = (GSM8K_RUN, *(ROOT / "examples" / name for name in ("launch.sh", "torchrun.sh")))
+    script = "".join(path.read_text(encoding="utf-8") for path in files)
     rows = {name: default.strip("`") for names, default in re.findall(r"^\| (`.+?`) \| (.*?) \|", readme, re.MULTILINE)
             for name in re.findall(r"`(\w+)`", names)}  # yapf: disable
     variables = dict(re.findall(r"^(\w+)=\$\{\1:-(.*)\}$", script, re.MULTILINE))

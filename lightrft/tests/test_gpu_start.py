@@ -133,20 +133,26 @@ def test_the_names_of_machines_mean_what_the_page_says(gpus: str, ranks: str) ->
     assert all(Machine.planned(f"1x{name}").device.cuda for name in re.findall("`([A-Z][A-Z0-9]+S?)`", ranks))
 
 
+def recorded(script: Path, folder: Path, engine: str, *arguments: str, **places: str) -> tuple[list[str], str]:
+    """What ``script`` gives to torchrun, and what it says before, where ``engine`` is what is installed."""
+    installed = f'[ "$1" = -c ] && exit {int(engine == "hf")}'  # does Python find vLLM?
+    (python := folder / "python").write_text(f'#!/bin/sh\n{installed}\nprintf "%s\\n" "$@" > "{folder}/words"\n',
+                                             encoding="utf-8")
+    python.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if name != "ENGINE"}
+    said = subprocess.run(["bash", script, *arguments], check=True, capture_output=True, text=True,
+                          env=environ | {"SAVE": str(folder / "run"), "PYTHON": str(python)} | places).stderr
+    return (folder / "words").read_text(encoding="utf-8").splitlines(), said
+
+
 def words_of_script(script: Path, folder: Path, engine: str) -> list[str]:
     """What ``script`` gives to torchrun, for a model and data in ``folder``, where ``engine`` is what is installed."""
     rows = {"prompt": ["1+1?"] * 128, "reference": ["2"] * 128, "data_source": ["openai/gsm8k"] * 128}
     for split in ("train", "test"):
         pq.write_table(pa.table(rows), folder / f"{split}.parquet")
-    installed = f'[ "$1" = -c ] && exit {int(engine == "hf")}'  # does Python find vLLM?
-    (python := folder / "python").write_text(f'#!/bin/sh\n{installed}\nprintf "%s\\n" "$@" > "$DATA/words"\n',
-                                             encoding="utf-8")
-    python.chmod(0o755)
-    places = {"MODEL": str(folder), "DATA": str(folder), "SAVE": str(folder / "run"), "PYTHON": str(python)}
-    environ = {name: value for name, value in os.environ.items() if name != "ENGINE"}
-    said = subprocess.run(["bash", script], env=environ | places, check=True, capture_output=True, text=True).stderr
+    words, said = recorded(script, folder, engine, MODEL=str(folder), DATA=str(folder))
     assert said.count("\n") == 1 and said.startswith(f"rollout engine: {engine}, ")
-    return (folder / "words").read_text(encoding="utf-8").splitlines()
+    return words
 
 
 @pytest.mark.skipif(not (ROOT / "examples").exists(), reason="installed without its repository")
