@@ -32,7 +32,7 @@ _ALGORITHMS: dict[str, str] = {
     "--recipe grpo":
     "grpo",
     "--recipe dr_grpo":
-    "dr_grpo drgrpo",
+    "dr_grpo drgrpo grpo_done_right",
     "--recipe gspo":
     "gspo",
     "--recipe gmpo":
@@ -105,14 +105,15 @@ _ALGORITHMS: dict[str, str] = {
     f"{_OWN_COMMAND} sft":
     "sft dft",
     "examples of rejection sampling, docs/generate.md (--post_processor rs)":
-    "raft rft star",
+    "raft rft star best_of_n",
     "PRIME trains a reward model of its own beside the policy, and is not part of this release; a process reward "
     "model that is trained already scores steps: --reward_pretrain (docs/coming_from.md)":
     "prime",
     _ABSENT:
     "vapo vc_ppo reinforce_rej lite_ppo gfpo gtpo luspo vespo dro optimal_token_baseline otb "
     "tir_optimal_token_baseline spo treepo arpo gigpo rpo srpo papo step_grpo s_grpo gvpo opmd topr a2po aspo gppo "
-    "bapo dcpo soft_grpo seed_grpo cppo vineppo trpo a2c online_dpo nash_md xpo spin geometric_mean f_grpo pf_ppo",
+    "bapo dcpo soft_grpo seed_grpo cppo vineppo trpo a2c online_dpo nash_md xpo spin geometric_mean f_grpo pf_ppo "
+    "reinforce_ada srft aot exo sac dgpo dgrpo sspo apo cpo dpop grpo_s",
 }
 ALGORITHMS: dict[str, str] = {name: remedy for remedy, names in _ALGORITHMS.items() for name in names.split()}
 """Names of algorithms of the field -> what means them here, or why nothing does."""
@@ -164,12 +165,16 @@ def nearest_value(option: str, value: str, known: Iterable[str]) -> str:
     """Return what to add to the error for an unknown ``value``: what a word of the field means here, else the nearest
     of ``known``; an empty string if there is none.
 
-    A name of the field is never answered with another one, which would train something else.
+    A name of the field is never answered with another one, which would train something else. Most end in PO and differ
+    by a letter, so a word with these two is a typing error only of a name with the same letters.
     """
-    words, values, asked = remedies(option), list(known), value.lower()
+    words, values, asked = remedies(option), list(known), value.lower().replace("-", "_")
+    if option in _NAMES and "po" in asked:
+        words, values = ({name: words[name] for name in words
+                          if set(name) == set(asked)}, [name for name in values if set(name) == set(asked)])
     if theirs := foreign_name(asked, words, values):
         return f" ({'' if theirs == asked else f'{theirs}: '}{_here(words[theirs])})"
-    return did_you_mean(value, values)
+    return did_you_mean(asked, values)
 
 
 def _here(remedy: str) -> str:
