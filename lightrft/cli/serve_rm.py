@@ -25,7 +25,8 @@ def serve(parsed: ParsedConfig) -> None:
     config, m = parsed.config, parsed.config.model
 
     def load(strategy: StrategyBase) -> RewardManager:
-        setup = ScorerSetup(strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len)
+        setup = ScorerSetup(strategy.device, bool(m.bf16), m.max_tokens_per_micro_batch, m.max_len,
+                            head=m.value_head_prefix)
         with strategy.init_model_context():
             return RewardManager(config.as_reward_config(), setup=setup)
 

@@ -43,6 +43,8 @@ class PostProcessConfig(ScoreConfig):
         0,
         "--eval_task rm: longest text of prompt and response in tokens; a reward model leaves a longer one unscored; "
         "0: the context length of the model", within=NON_NEGATIVE)
+    value_head_prefix: str | None = option(
+        None, "name of the head of a reward model in its files (default: as the model says, or its only head)")
     reward_template: str = option("{input} <rm_score>: {reward} ", "csft: prompt with the reward in it",
                                   needs="post_processor csft")
     keep_truncated: bool = option(False, "rs: a response that was cut off at the length limit may be the best one too",
@@ -82,7 +84,6 @@ class GenerateConfig(InferenceTree):
         "greedy_sampling": "temperature=0",
     }
     GRANTS = {
-        "value_head_prefix": ("score", "config.json of a reward model names its head, which is score without an entry"),
         "zero_stage": ("[0-3]", "nothing is trained; a process holds the whole model, and --engine_tp_size divides it "
                        "in vLLM and SGLang"),
         "micro_batch_size": (r"[1-9]\d*", "the engine decides how many sequences it runs at once (--engine_max_seqs), "

@@ -23,6 +23,8 @@ class ServedModelConfig:
         "model", within=NON_NEGATIVE, common=True)
     max_tokens_per_micro_batch: int = option(16384, "tokens per forward pass, at most (a longer text gets its own "
                                              "pass)", within=COUNT, common=True)
+    value_head_prefix: str | None = option(
+        None, "name of the head of a reward model in its files (default: as the model says, or its only head)")
     bf16: bool | None = option(None, "compute in bfloat16 (default: on CUDA, from Ampere on)")
 
 
@@ -48,7 +50,6 @@ class ServeConfig(Tree):
     PREFLIGHT = "lightrft.preflight.inference.ServePreflight"
     GRANTS = {
         "batch_size": (r"[1-9]\d*", "rewards do not depend on it; --max_tokens_per_micro_batch bounds a pass"),
-        "value_head_prefix": ("score", "config.json of a reward model names its head, which is score without an entry"),
     }
 
     @property

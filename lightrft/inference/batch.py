@@ -131,7 +131,8 @@ def _renderer(config: GenerateConfig) -> Renderer | None:
 def _scorers(config: GenerateConfig, strategy: StrategyBase,
              media: MediaStore | None = None) -> AbstractContextManager[RewardManager | None]:
     """Return the rewards of ``--score``, None without it; reward models read prompts whose ``media`` are open."""
-    setup = replace(ScorerSetup.of(config.as_config(), strategy.device, media=media), max_len=config.score.max_len)
+    setup = replace(ScorerSetup.of(config.as_config(), strategy.device, media=media), max_len=config.score.max_len,
+                    head=config.score.value_head_prefix)
     return scoring(config.scoring, setup) if config.scoring.score else nullcontext()
 
 

@@ -44,8 +44,8 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def reward_kind(path: str) -> RewardKind:
-    """Read the kind of the reward model at ``path`` from its config.json."""
-    return RewardKind.of(read_config(path))
+    """Read the kind of the reward model at ``path`` from its config.json, and the names in its weight files."""
+    return RewardKind.of(read_config(path), path)
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -112,15 +112,20 @@ def load_reward_model(cfg: RewardModelConfig, deferred: bool = False) -> RewardM
     return _defer(RewardModel(_finish(hf, cfg, True, modality), head, modality, cfg.scale_for_train), loaded)
 
 
-def load_scorer(path: str, dtype: torch.dtype = torch.float32, deferred: bool = False) -> RewardModel:
+def load_scorer(path: str, dtype: torch.dtype = torch.float32, deferred: bool = False,
+                prefix: str | None = None) -> RewardModel:
     """Load a trained reward model, or a sequence classifier of Hugging Face with one score, frozen.
 
+    Args:
+        prefix: name of the head in the files, where the folder does not tell it.
+
     Raises:
-        UserError: it has no head.
+        UserError: it has no head, or none of this name.
     """
     config = read_config(path)
-    head = RewardHead.of(config, path)
-    loaded, modality = _reward_weights(path, config, head, dtype, (), deferred)
+    head = RewardHead.of(config, path, prefix)
+    loaded, modality = _reward_weights(path, config, head, dtype, ("score.weight", ), deferred)
+    head.check_read(loaded.missing, loaded.unread, path)
     return _defer(RewardModel(_finish(loaded.hf, RewardModelConfig(), False), head, modality), loaded)
 
 

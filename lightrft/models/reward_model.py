@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedCo
 from lightrft.config.options import show
 from lightrft.config.rm_schema import JudgeFormat, StepFormat
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
+from lightrft.models.head_names import checked_head, HEAD, heads_among, other_heads, replaces_tokens, tensor_names
 from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import named_head, PackedModel, with_score
 from lightrft.ops.logprobs import Read, read_logprobs
@@ -25,7 +26,6 @@ SCORES = "reward_model"  # entry of config.json
 STEPS = "process_reward_model"  # entry of config.json, the fields of StepFormat
 JUDGE = "generative_reward_model"  # entry of config.json, the fields of JudgeFormat
 SPEAKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of the names of language models
-_HEAD = re.compile(r"(?!lm_head\.)\w*(head|score|value|reward|classifier)\w*\.")
 START = log(1 / 0.07)  # of the learnt scale, as in CLIP
 
 
@@ -45,14 +45,17 @@ class RewardKind:
     measured: bool = False
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "RewardKind":
-        """Read the kind of the model of ``config``."""
+    def of(cls, config: PretrainedConfig, path: str = "") -> "RewardKind":
+        """Read the kind of the model of ``config``, and of a language model from its files at ``path``: with a head for
+        scores in the place of that for tokens it is a reward model of another program."""
         name = (config.architectures or [""])[0]
         if (steps := config_value(config, STEPS, None)) is not None:
             return cls(steps=StepFormat(**steps))
         if (head := config_value(config, SCORES, None)) is not None or not name.endswith(SPEAKS):
-            return cls(measured=RewardHead(**head or {}).measured)
+            return cls(measured=RewardHead(**head or _moments(config)).measured)
         judge = config_value(config, JUDGE, None)
+        if judge is None and path and replaces_tokens(tensor_names(path)):
+            return cls(measured=RewardHead(**_moments(config)).measured)
         return cls(language=True) if judge is None else cls(judge=JudgeFormat(**judge))
 
     @property
@@ -78,23 +81,55 @@ class RewardHead:
     std: float = 0.0
 
     @classmethod
-    def of(cls, config: PretrainedConfig, path: str) -> "RewardHead":
-        """Read the shape of a trained reward model, or of any sequence classifier of Hugging Face with one score.
+    def of(cls, config: PretrainedConfig, path: str, prefix: str | None = None) -> "RewardHead":
+        """Read the shape of a trained reward model, of any sequence classifier of Hugging Face with one score, or of a
+        reward model of OpenRLHF.
+
+        Args:
+            prefix: name of the head where config.json has none.
 
         Raises:
-            UserError: the model has no head that scores sequences.
+            UserError: the model has no head that scores sequences, or has another name for it.
         """
-        known = config_value(config, SCORES, None)
-        if known is not None:
-            return cls(**known)
-        name = (config.architectures or [""])[0]
+        stored = config_value(config, SCORES, None)
+        if stored is not None:
+            head = cls(**stored)
+            if prefix not in (None, "score", head.prefix):
+                raise UserError(f"--value_head_prefix {prefix}: the head of {path!r} is {head.prefix}; give "
+                                f"--value_head_prefix {head.prefix}, or drop the option")
+            return head
         if not _is_classifier(config):
-            raise UserError(f"reward model {path!r} has no head ({name or 'no architecture'} in its config.json scores "
-                            "nothing): train one with lightrft rm, or give a sequence classifier with one score")
+            return cls._of_other(config, path, prefix)
         if config.num_labels != 1:
             raise UserError(
                 f"reward model {path!r} has {config.num_labels} scores; give a sequence classifier with one")
-        return cls()
+        return cls() if prefix is None and not other_heads(path) else cls._of_other(config, path, prefix)
+
+    @classmethod
+    def _of_other(cls, config: PretrainedConfig, path: str, prefix: str | None) -> "RewardHead":
+        """Read a head of another program, by its name in the files; config.json may have that name, and mean and std.
+
+        Raises:
+            UserError: there is none, or there are several and neither ``prefix`` nor config.json names one.
+        """
+        names, name = tensor_names(path), (config.architectures or [""])[0]
+        heads, prefix = heads_among(names), prefix or config_value(config, "value_head_prefix", None)
+        if not heads and (names or not name or name.endswith(SPEAKS)):
+            raise UserError(f"reward model {path!r} has no head ({name or 'no architecture'} in its config.json scores "
+                            "nothing): train one with lightrft rm, or give a sequence classifier with one score")
+        if prefix is None and len(heads) > 1:
+            raise UserError(f"reward model {path!r} has the heads {show(heads)}: name one with --value_head_prefix")
+        moments = _moments(config)
+        if {"mean", "std"} & names and not moments:
+            raise UserError(f"reward model {path!r} has mean and std of its rewards as tensors, which are not read: "
+                            "write them into its config.json, as the numbers mean and std")
+        return cls(prefix=checked_head(path, names, prefix or (heads or ["score"])[0]), **moments)
+
+    def check_read(self, missing: set[str], unread: set[str], path: str) -> None:
+        """Refuse a scorer whose files, perhaps of a hub, have no head of this name; as :meth:`check_new`."""
+        if "score.weight" in missing:
+            raise UserError(f"--value_head_prefix {self.prefix}: {path!r} has no {self.prefix}.weight; its heads: "
+                            f"{show(heads_among(unread)) or 'none'}")
 
     def check_continues(self, config: PretrainedConfig, path: str) -> None:
         """Refuse to continue the training of a reward model with a head of another shape, which would replace its own.
@@ -132,11 +167,11 @@ class RewardHead:
         Raises:
             UserError: names the head to give with ``--value_head_prefix``.
         """
-        heads = sorted(name for name in unread if _HEAD.match(name) and name.endswith(".weight"))
+        heads = heads_among(unread)
         if "score.weight" in missing and heads:
-            prefix = heads[0].removesuffix(".weight")
-            raise UserError(f"--value_head_prefix {self.prefix}: {path!r} has no {self.prefix}.weight, but {heads[0]}, "
-                            f"and a new head would replace it. Give --value_head_prefix {prefix}, or remove that head")
+            raise UserError(
+                f"--value_head_prefix {self.prefix}: {path!r} has no {self.prefix}.weight, but {heads[0]}.weight, "
+                f"and a new head would replace it. Give --value_head_prefix {heads[0]}, or remove that head")
 
     @property
     def _shape(self) -> tuple[list[str], str, str]:
@@ -159,6 +194,12 @@ class RewardHead:
         return ("score.weight", "pool.weight") if self.pooling == "attn" else ("score.weight", )
 
 
+def _moments(config: PretrainedConfig) -> dict[str, float]:
+    """Return mean and std of the rewards in the config.json of OpenRLHF; empty if they are not known."""
+    moments = {key: config_value(config, key, None) for key in ("mean", "std")}
+    return {key: float(value) for key, value in moments.items()} if None not in moments.values() else {}
+
+
 def check_language(config: PretrainedConfig, unread: set[str], path: str) -> None:
     """Refuse a scoring model where a generating one is needed: its head would be dropped.
 
@@ -169,7 +210,7 @@ def check_language(config: PretrainedConfig, unread: set[str], path: str) -> Non
         UserError: by its config.json, or a head that it has, the model at ``path`` is a reward model or a classifier.
     """
     name = (config.architectures or [""])[0]
-    heads = [] if name.endswith(SPEAKS) else [each for each in sorted(unread) if _HEAD.match(each)]
+    heads = [] if name.endswith(SPEAKS) else [each for each in sorted(unread) if HEAD.match(each)]
     if heads or _is_classifier(config) or config_value(config, SCORES, None) is not None:
         raise UserError(f"{path!r} scores texts and does not generate ({heads[0] if heads else name or SCORES} says "
                         "so): its head would be dropped. Give the language model that it was trained from; lightrft "

@@ -127,6 +127,8 @@ def _output(c: GenerateConfig) -> Iterator[str]:
     if s.post_processor and not s.score and c.generates:
         yield (f"--post_processor {s.post_processor}: needs rewards; add --score, e.g. --score math or the URL of a "
                "reward server")
+    if not s.models:
+        yield from if_set(c, ["value_head_prefix"], "has no effect without a reward model; name one or drop it")
     if s.normalize_reward and not s.score and c.generates:
         yield "--normalize_reward true: has no effect without --score; add it or drop --normalize_reward"
     for part in NEEDS_BOTH if s.post_processor == "csft" else ():

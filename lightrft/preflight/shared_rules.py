@@ -59,8 +59,9 @@ def _pixels(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _head(values: Mapping[str, Any]) -> Iterator[str]:
     """Check the name of the head of a critic or reward model in its checkpoint."""
-    prefix = values.get("value_head_prefix", "score")
-    if not re.fullmatch(r"(?!(model|lm_head)$)[A-Za-z_]\w*(\.\w+)*(?<!\.weight)(?<!\.bias)", prefix):
+    prefix = values.get("value_head_prefix")
+    if prefix is not None and not re.fullmatch(r"(?!(model|lm_head)$)[A-Za-z_]\w*(\.\w+)*(?<!\.weight)(?<!\.bias)",
+                                               prefix):
         yield (f"--value_head_prefix {prefix!r}: must be the name of a module other than the decoder, without .weight; "
                "give e.g. score or value_head")
 

@@ -158,7 +158,7 @@ class NeuralReward(ModelReward[RewardModel]):
     """
 
     def __init__(self, path: str, cfg: RewardConfig, setup: ScorerSetup) -> None:
-        super().__init__(path, partial(load_scorer, path), cfg, setup)
+        super().__init__(path, partial(load_scorer, path, prefix=setup.head), cfg, setup)
         head = self.model.head
         self.mean, self.std = (head.mean, head.std) if cfg.normalize_reward else (0.0, 1.0)
 

@@ -27,6 +27,7 @@ class ScorerSetup:
         media: store of the pictures, videos and sounds of the prompts; None: models read text alone.
         data: limits on media.
         shard_size: ranks that share one copy of a divided model; 0: all.
+        head: name of the heads that score; None: the models tell it.
     """
     device: torch.device = torch.device("cpu")
     bf16: bool = False
@@ -36,6 +37,7 @@ class ScorerSetup:
     media: MediaStore | None = None
     data: MediaConfig = field(default_factory=MediaConfig)
     shard_size: int = 0
+    head: str | None = None
 
     @classmethod
     def of(cls, config: Config, device: torch.device, strategy: StrategyBase | None = None,

@@ -63,7 +63,6 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (EvaluateConfig, "--reward math", "here: --score"),
     (GenerateConfig, "--zero_stage x", "here: --engine_tp_size"),
     (GenerateConfig, "--remote_rm_url f.py", "here: --score"),
-    (GenerateConfig, "--value_head_prefix value_head", "config.json of a reward model names its head"),
     (SFTConfig, "--full_determinism", "--seed fixes data"),
     (SFTConfig, "--ds.use_universal_ckpt", "a checkpoint loads on any number of ranks"),
     (KTOConfig, "--vanilla_loss", "always comes from mismatched pairs"),

@@ -95,9 +95,8 @@ def test_what_always_holds_is_granted(words: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("tree", [GenerateConfig, ServeConfig])
-def test_the_usual_name_of_a_head_is_granted(tree: type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert changed("--value_head_prefix score", tree) == {}
-    assert capsys.readouterr().err.count("--value_head_prefix has no effect: config.json of a reward model") == 1
+def test_the_name_of_a_head_is_taken(tree: type) -> None:
+    assert changed("--value_head_prefix score", tree) == {"value_head_prefix": "score"}
 
 
 def test_synonyms_are_of_the_options_of_a_tree_and_of_no_option() -> None:

@@ -23,7 +23,7 @@ from lightrft.rewards.remote import RequestFailed
 from lightrft.tests.support import field, launch, tiny_task
 from lightrft.tests.support.generate_flips import GENERATE_FLIPS
 from lightrft.tests.support.runs import read_lines
-from lightrft.tests.support.scorers import plain, save_scorer
+from lightrft.tests.support.scorers import plain, save_other_scorer, save_scorer
 from lightrft.utils.errors import UserError
 
 SMALL = {"generate_max_len": 8, "prompt_max_len": 64, "engine_kv_mib": 4}
@@ -47,6 +47,7 @@ class Run:
 def fixture_home(tmp_path_factory):
     folder = tiny_task.write_home(tmp_path_factory.mktemp("home"))
     save_scorer(folder / "rm", seed=1)
+    save_other_scorer(folder / "heads", ("value_head", "v_head"))
     given = [{"input": "?" * (1 + 4 * i), "output": f"\\boxed{{{i}}}", "other": "\\boxed{1}", "reference": "1"}
              for i in range(4)]
     tiny_task.write_rows(folder / "given.jsonl", given)
@@ -294,6 +295,7 @@ BAD = [
     ({"eval_task": "rm", "fps": 1.0, "images_key": "photo"}, "--images_key photo: has no effect with --eval_task rm"),
     ({"prompt_data": "own/a,own/b", "dataset_probs": "0.9,0.1"}, "--prompt_data_probs 0.9,0.1: has no effect, ev"),
     ({"output_key": "answer"}, "has no effect without --eval_task rm"),
+    ({"value_head_prefix": "v", "score": "exact"}, "--value_head_prefix v: has no effect without a reward model"),
     ({"max_len": 8}, "--max_len 8: has no effect without --eval_task rm"),
     ({"eval_task": "rm", "pretrain": "none", "score": "exact", "max_len": 8}, "has no effect without a reward model"),
     ({"output_path": "."}, "is a folder; give a file"),

@@ -16,7 +16,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
 from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, SYNC
-from lightrft.tests.support.scorers import plain
+from lightrft.tests.support.scorers import plain, save_other_scorer, save_scorer
 from lightrft.utils.errors import UserError
 
 ITEMS = [RewardInput("ignored", "4" * i, [{"role": "user", "content": f"{i}+{i}?"}], data_source=f"source{i % 2}")
@@ -92,6 +92,26 @@ def test_normalised_by_the_moments_of_the_evaluation(scorers):
                                                                                   rel=1e-4, abs=1e-4)
     with pytest.raises(UserError, match="--normalize_reward: .* has no mean and std"):
         manager_of(scorers[0], normalize_reward=True)
+
+
+@pytest.mark.parametrize("architecture", ["RewardModel", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification"])
+def test_the_head_of_another_program(architecture, tmp_path):
+    """By its only name in the files, by that in config.json, or by the option; a wrong name is an error."""
+    wanted = totals(manager_of(save_scorer(tmp_path / "own", seed=1)))
+    one = save_other_scorer(tmp_path / "one", architecture=architecture, num_labels=1, mean=0.5, std=2.0)
+    two = save_other_scorer(tmp_path / "two", ("value_head", "v_head"), architecture)
+    named = save_other_scorer(tmp_path / "named", ("value_head", "v_head"), architecture, value_head_prefix="v_head")
+    assert totals(manager_of(one)) == wanted and totals(manager_of(one, setup=ScorerSetup(head="value_head"))) == wanted
+    assert totals(manager_of(named)) == totals(manager_of(two, setup=ScorerSetup(head="v_head"))) == [
+        pytest.approx(2 * value, rel=1e-5) for value in wanted]  # yapf: disable
+    for given, head, words in ((one, "score", "has no score.weight; its heads: value_head$"),
+                               (two, None, "has the heads v_head,value_head: name one"),
+                               (str(tmp_path / "own"), "value_head", "has no value_head.weight; its heads: score$")):
+        with pytest.raises(UserError, match=words):
+            manager_of(given, setup=ScorerSetup(head=head)).submit(ITEMS)
+    assert totals(manager_of(one, normalize_reward=True)) == pytest.approx([(x - 0.5) / 2 for x in wanted], abs=1e-5)
+    with pytest.raises(UserError, match="--normalize_reward: .* has no mean and std"):
+        manager_of(two, normalize_reward=True)
 
 
 def test_offloaded_models_visit_the_device(scorers):

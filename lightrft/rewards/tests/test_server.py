@@ -314,6 +314,7 @@ def test_options_that_do_not_fit_are_refused(scorers, served, capsys):
         ({}, "--reward_pretrain is missing"),
         ({"reward_pretrain": "/nowhere"}, "--reward_pretrain /nowhere: no such folder"),
         ({"reward_pretrain": scorers[0], "reward": "rm2=1"}, "--reward rm2=1: a server scores only with its models"),
+        ({"reward_pretrain": scorers[0], "value_head_prefix": "v"}, "has no v.weight; its heads: score"),
         ({"reward_pretrain": scorers[0], "reward": "rm=x"}, "the weight after = must be a number"),
         ({"reward_pretrain": scorers[0], "batch_size": 16}, "here: --max_tokens_per_micro_batch"),
         ({"reward_pretrain": scorers[0], "port": taken.server_port}, "cannot listen there"),
@@ -325,6 +326,6 @@ def test_options_that_do_not_fit_are_refused(scorers, served, capsys):
 
 def test_every_option_is_shown_here_or_by_its_part():
     """Of those not flipped above, a pass bounds its tokens in test_neural, as it computes in bfloat16."""
-    shown = {"reward_pretrain", "reward", "normalize_reward", "max_len", "port", "max_texts", "max_body_mib",
-             "request_timeout_s"}  # yapf: disable
+    shown = {"reward_pretrain", "reward", "normalize_reward", "value_head_prefix", "max_len", "port", "max_texts",
+             "max_body_mib", "request_timeout_s"}  # yapf: disable
     assert set(options(ServeConfig)) - shown == {"max_tokens_per_micro_batch", "bf16", "host"}

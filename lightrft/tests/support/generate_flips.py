@@ -19,23 +19,42 @@ def columns(*names):
 
 
 GENERATE_FLIPS: dict[str, Flip] = {
-    "temperature": Flip(0.5, columns("output")),
-    "repetition_penalty": Flip(4.0, columns("output")),
-    "best_of_n": Flip(2, rows),
-    "output_key": Flip("other", columns("output"), GIVEN),
-    "max_len": Flip(20, columns("unscored"), {**GIVEN, "score": ["@home/rm"]}),
-    "iter": Flip(1, columns("prompt_id"), {"iter": 0, "rollout_batch_size": 2}),
-    "rollout_batch_size": Flip(3, columns("prompt_id"), {"iter": 0}),
-    "enable_csft": Flip(True, columns("input")),
-    "csft_prompt": Flip("<rm_score>: 1.00", columns("input"), {"enable_csft": True}),
-    "score": Flip(["@home/reward.py"], columns("reward")),
-    "post_processor": Flip("rs", rows, SCORED),
-    "normalize_reward": Flip(True, columns("reward"), SCORED),
-    "reward_template": Flip("{reward}: {input}", columns("input"), CSFT),
-    "keep_truncated": Flip(True, rows, {**SCORED, "post_processor": "rs"}),
-    "output_path": Flip("@save/other.jsonl", lambda run: run.out.name),
-    "eval_task": Flip("rm", columns("tokens"), {"prompt_data": ["@given"], "score": ["exact"]}),
-    "seed": Flip(1, columns("output")),
+    "temperature":
+    Flip(0.5, columns("output")),
+    "repetition_penalty":
+    Flip(4.0, columns("output")),
+    "best_of_n":
+    Flip(2, rows),
+    "output_key":
+    Flip("other", columns("output"), GIVEN),
+    "max_len":
+    Flip(20, columns("unscored"), {**GIVEN, "score": ["@home/rm"]}),
+    "value_head_prefix":
+    Flip("v_head", columns("reward"), {**GIVEN, "score": ["@home/heads"], "value_head_prefix": "value_head"}),
+    "iter":
+    Flip(1, columns("prompt_id"), {"iter": 0, "rollout_batch_size": 2}),
+    "rollout_batch_size":
+    Flip(3, columns("prompt_id"), {"iter": 0}),
+    "enable_csft":
+    Flip(True, columns("input")),
+    "csft_prompt":
+    Flip("<rm_score>: 1.00", columns("input"), {"enable_csft": True}),
+    "score":
+    Flip(["@home/reward.py"], columns("reward")),
+    "post_processor":
+    Flip("rs", rows, SCORED),
+    "normalize_reward":
+    Flip(True, columns("reward"), SCORED),
+    "reward_template":
+    Flip("{reward}: {input}", columns("input"), CSFT),
+    "keep_truncated":
+    Flip(True, rows, {**SCORED, "post_processor": "rs"}),
+    "output_path":
+    Flip("@save/other.jsonl", lambda run: run.out.name),
+    "eval_task":
+    Flip("rm", columns("tokens"), {"prompt_data": ["@given"], "score": ["exact"]}),
+    "seed":
+    Flip(1, columns("output")),
 }
 
 

@@ -4,6 +4,7 @@ import random
 import string
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrft.config.rm_schema import GRMConfig
@@ -27,6 +28,17 @@ def save_scorer(folder, seed, template=tiny.CHATML, **moments):
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def save_other_scorer(folder, heads=("value_head", ), architecture="RewardModel", **entries):
+    """A reward model as OpenRLHF saves it: a decoder with heads of its own names, each twice the one before."""
+    save_scorer(folder, seed=1)
+    state = load_file(folder / "model.safetensors")
+    score = state.pop("score.weight")
+    state |= {f"{name}.weight": score * 2**i for i, name in enumerate(heads)}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    tiny.change_json(folder / "config.json", architectures=[architecture], **entries)
     return str(folder)
 
 
