@@ -108,8 +108,11 @@ class StrategyBase(ABC):
     def teardown(self) -> None:
         """Leave the process group."""
 
-    def init_model_context(self) -> AbstractContextManager[Any]:
-        """Context that builds models in float32 on the CPU; :meth:`prepare` moves what this rank keeps."""
+    def init_model_context(self, meta_init: bool = False) -> AbstractContextManager[Any]:
+        """Context that builds models in float32 on the CPU; :meth:`prepare` moves what this rank keeps.
+
+        ``meta_init`` is accepted from LightRFT's scripts: weights are always read where they are needed.
+        """
         return default_dtype(torch.float32)
 
     def prepare(self, model: nn.Module | Builder, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:

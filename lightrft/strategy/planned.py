@@ -19,7 +19,7 @@ class PlannedStrategy(SingleProcessStrategy):
     def setup(self) -> None:
         """Choose nothing."""
 
-    def init_model_context(self) -> AbstractContextManager[Any]:
+    def init_model_context(self, meta_init: bool = False) -> AbstractContextManager[Any]:
         """Context that builds models on the meta device."""
         return self.device
 

@@ -108,7 +108,7 @@ def test_threads_share_the_cores(monkeypatch) -> None:
 def test_init_context_is_float32_on_cpu_and_restores() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        with FakeStrategy(StrategyConfig()).init_model_context():
+        with FakeStrategy(StrategyConfig()).init_model_context(meta_init=True):  # as LightRFT's scripts call it
             assert torch.empty(1).dtype == torch.float32 and torch.empty(1).device.type == "cpu"
         assert torch.empty(1).dtype == torch.float64
     finally:
