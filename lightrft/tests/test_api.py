@@ -83,14 +83,14 @@ def test_keywords_are_checked_as_flags_are(home):
 @pytest.mark.parametrize("exits", [False, True])
 def test_errors_of_a_run_name_keywords(home, tmp_path, exits, capsys):
     """Also where the process ends with one line, as under torchrun."""
-    for options, part in (({"eval_steps":
-                            5}, "without eval_dataset or eval_suite; add eval_dataset PATH or eval_suite"),
+    compares = "n_samples_per_prompt 1: group_norm compares responses of one prompt; nearest valid value: 2, or adv"
+    for options, part in (({"n_samples_per_prompt": 1}, compares),
                           ({"prompt_max_len": 9999}, "prompt_max_len 9999 + generate_max_len 8")):
         one = GRPO(home / "model", "exact", tiny_task.rows(4), save_path=str(tmp_path), **SMALL | options)
         with pytest.raises(SystemExit if exits else UserError) as error:
             one._train(exits)
         text = capsys.readouterr().err if exits else str(error.value)
-        assert part in text and "--prompt" not in text and "--eval" not in text
+        assert part in text and "--prompt" not in text and "--adv" not in text
 
 
 def script(folder, text):

@@ -74,7 +74,6 @@ def test_the_words_that_follow_are_named_in_the_notice(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("words,said", [
     ("--repetition_penalty 1.2", "--repetition_penalty is not an option here: in training responses are drawn"),
     ("--vllm_sync_backend mpi", "--vllm_sync_backend is not an option here: weights are sent to the engine in buck"),
-    ("--ref_num_nodes 1 --ref_num_gpus_per_node 8", "ref_num_nodes is an option of another trainer; here: torchrun"),
 ])
 def test_what_asks_for_something_else_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in fails(capsys, words.split())

@@ -31,10 +31,10 @@ def plan_refusals() -> None:
     run = module.training_session
 
     @contextmanager
-    def training_session(parsed: Any, exits: bool = True, trial: Any = module.DEFAULT) -> Iterator[Any]:
+    def training_session(parsed: Any, exits: bool = True, trial: Any = module.DEFAULT, *more: Any) -> Iterator[Any]:
         asked = deepcopy(parsed)  # a session adds the defaults of the machine
         try:
-            with run(parsed, exits, trial) as session:
+            with run(parsed, exits, trial, *more) as session:
                 yield session
         except (SystemExit, UserError) as end:
             refusal = end.__context__ if isinstance(end, SystemExit) else end
