@@ -316,8 +316,8 @@ def test_options_that_do_not_fit_are_refused(scorers, served, capsys):
         ({"reward_pretrain": scorers[0], "reward": "rm2=1"}, "--reward rm2=1: a server scores only with its models"),
         ({"reward_pretrain": scorers[0], "value_head_prefix": "v"}, "has no v.weight; its heads: score"),
         ({"reward_pretrain": scorers[0], "reward": "rm=x"}, "the weight after = must be a number"),
-        ({"reward_pretrain": scorers[0], "batch_size": 16}, "here: --max_tokens_per_micro_batch"),
         ({"reward_pretrain": scorers[0], "port": taken.server_port}, "cannot listen there"),
+        ({"reward_pretrain": scorers[0], "port": taken.server_port, "batch_size": 16}, "--batch_size has no effect"),
     ):  # yapf: disable
         with pytest.raises(SystemExit) as done:
             main(launch.flags(given))
