@@ -16,6 +16,9 @@ _NO_RAY = "there is no Ray, torchrun starts the processes"
 _TREES = {"ray_kwargs": _NO_RAY, "ray_init": _NO_RAY,
           "megatron": "layers are not divided, use --strategy fsdp, or deepspeed with --zero_stage 3"}  # yapf: disable
 
+# option -> what means never here, where -1 or 0 does in verl
+_NEVER = {"save_steps": "--disable_ckpt", "eval_steps": "--eval_steps 0"}
+
 
 def refusal_of_verl(name: str, value: Any, known: Mapping[str, Option]) -> str | None:
     """Explain the option ``name`` of verl: the option here, with the value where it is the same in both.
@@ -41,6 +44,8 @@ def _with_value(text: str, value: str, known: Mapping[str, Option]) -> str:
     value = value.strip("[]'\"")
     if not flag or not re.fullmatch(r"[\w.+,/:~-]+", value) or value.lower() in ("none", "null"):
         return text
+    if flag[1] in _NEVER and value in ("-1", "0"):
+        return f"{text.removesuffix(flag[0])}here: {_NEVER[flag[1]]}, which means never"
     if flag[1] == "reward":
         return text.removesuffix("--reward") + MANAGERS.get(value, "--reward")
     meant = value.lower() if value in ("True", "False") else synonym(flag[1], value)

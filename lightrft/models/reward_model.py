@@ -194,7 +194,7 @@ class RewardHead:
         return ("score.weight", "pool.weight") if self.pooling == "attn" else ("score.weight", )
 
 
-def _moments(config: PretrainedConfig) -> dict[str, float]:
+def _moments(config: PretrainedConfig) -> dict[str, Any]:
     """Return mean and std of the rewards in the config.json of OpenRLHF; empty if they are not known."""
     moments = {key: config_value(config, key, None) for key in ("mean", "std")}
     return {key: float(value) for key, value in moments.items()} if None not in moments.values() else {}

@@ -193,6 +193,9 @@ algorithm.filter_groups.metric=acc --dynamic_sampling
 algorithm.filter_groups.enable=True --dynamic_sampling true
 trainer.resume_mode=auto --load_checkpoint
 trainer.total_epochs=30 --num_episodes 30
+trainer.save_freq=-1 --disable_ckpt, which means never
+trainer.save_freq=20 --save_steps 20
+trainer.test_freq=-1 --eval_steps 0, which means never
 """
 
 
