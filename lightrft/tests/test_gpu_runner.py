@@ -4,7 +4,9 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,22 @@ def test_one_gpu_takes_half_an_hour(tmp_path, monkeypatch):
 def test_the_page_shows_the_stored_results():
     assert PAGE.read_text(encoding="utf-8") == render(MEASUREMENTS,
                                                       Store(RESULTS).read()), ("run: python -m benchmarks.gpu --render")
+
+
+def test_wheels_are_imported_by_this_process_and_by_measurements(tmp_path):
+    """As docs/gpu.md unpacks them on a machine without a network; without one it says how to get them."""
+    with pytest.raises(SystemExit, match="no wheel .* pip download"), gpu_runner.unpacked(tmp_path):
+        pass
+    info = "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n"
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "")
+        wheel.writestr("carried-1.0.dist-info/METADATA", info)
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    child = [sys.executable, "-c", "import carried"]
+    with gpu_runner.unpacked(tmp_path):
+        assert find_spec("carried") and subprocess.run(child, check=False).returncode == 0
+    assert not find_spec("carried") and subprocess.run(child, check=False, capture_output=True).returncode == 1
 
 
 def test_the_summary_is_short_and_begins_with_figures():
