@@ -6,12 +6,11 @@ cd "$(dirname "$0")/../.."
 OUT=${OUT:-checkpoint/llama-3-8b-iter-dpo}
 source examples/openrlhf/variables.sh
 
-iter=$(cat "$OUT/iter.log" 2>/dev/null || echo 0)
-while ((iter < ${TRAINING_ITERS:-5})); do
-  model=$(newest "$iter")
-  generate "$model" --temperature 1.0 --best_of_n "${N:-16}" --max_num_seqs 64 --iter "$iter"
+iteration() {
+  generate "$2" --temperature 1.0 --best_of_n "${N:-16}" --max_num_seqs 64 --iter "$1"
   score "$OUT/generate.jsonl" "$OUT/rm.jsonl" --post_processor iter_dpo
-  train train_dpo "$model" "$OUT/checkpoint" --prompt_key prompt --ref_pretrain "$POLICY" --zero_stage 3 \
+  train train_dpo "$2" "$OUT/checkpoint" --prompt_key prompt --ref_pretrain "$POLICY" --zero_stage 3 \
     --learning_rate "${LR:-5e-7}"
-  echo $((++iter)) > "$OUT/iter.log"
-done
+}
+
+iterate "${TRAINING_ITERS:-5}"

@@ -38,5 +38,14 @@ train() {
     --max_epochs "$EPOCHS" --bf16 --gradient_checkpointing "${@:4}" ${TRAIN_ARGS:-}
 }
 
-# newest ITERATION: the model that the iteration before has trained; in the first one, the policy itself
-newest() { if (($1 > 0)); then echo "$OUT/checkpoint"; else echo "$POLICY"; fi; }
+# iterate COUNT: run `iteration NUMBER MODEL` of the script for each that OUT/iter.log does not count as finished. MODEL is
+# what the iteration before has trained; in the first one, the policy itself.
+iterate() {
+  local iter model=$POLICY
+  iter=$(cat "$OUT/iter.log" 2>/dev/null || echo 0)
+  while ((iter < $1)); do
+    if ((iter > 0)); then model=$OUT/checkpoint; fi
+    iteration "$iter" "$model"
+    echo $((++iter)) > "$OUT/iter.log"
+  done
+}

@@ -12,7 +12,7 @@ class ForeignModules:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return where the module lies, or None. Python asks for modules that it has not found elsewhere."""
+        """Return the file of the module, or None. Python asks for modules that it has not found elsewhere."""
         if name.rpartition(".")[0] != __name__:
             return None
         from lightrft.cli.foreign_module import command_of  # the commands themselves do not wait for this import

@@ -160,8 +160,9 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
            further: Further) -> ParsedConfig:
     known = [*options(tree), *ALIASES, *RESERVED]
     known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
-    theirs = [word for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word) and _of_verl(word, tree)]
-    problems = [str(_of_verl(word, tree)) for word in theirs]  # behind a flag of several words they would be its values
+    dotted = [(word, _of_verl(word, tree)) for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word)]
+    theirs = {word: answer for word, answer in dotted if answer}
+    problems = [answer for _, answer in dotted if answer]  # behind a flag of several words they would be its values
     flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
     problems += [*_unknown_words(rest, known, tree), *grant_without(flags)]
     layers = [layer for path in flags.pop("config") for layer in _file_layers(path, tree, problems)]

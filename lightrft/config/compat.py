@@ -17,6 +17,12 @@ ALIASES: dict[str, tuple[str, Any]] = {
     "disable_engine_sleep": ("engine_sleep", False),
 }
 
+
+def of_alias(name: str, value: Any) -> tuple[str, Any]:
+    """Return the option and the value that a flag of ``ALIASES`` means where it is True; any other pair as it is."""
+    return ALIASES[name] if name in ALIASES and value is True else (name, value)
+
+
 _ALWAYS_PACKED = "batches are always packed, without padding"
 _SEQUENCES = "sequence parallelism is not part of this release; use --max_tokens_per_micro_batch to bound memory"
 _FLASH = "packed attention is always on and uses flash-attn when it is installed"

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from lightrft.config.compat import ALIASES, grant, nearest, refusal
+from lightrft.config.compat import grant, nearest, of_alias, refusal
 from lightrft.config.counterparts import ELSEWHERE
 from lightrft.config.options import ConfigError
 from lightrft.config.plugins import listed
@@ -101,8 +101,8 @@ class _Reader:
 
     def entry(self, key: Any, value: Any, group: str = "") -> None:
         """Read one option."""
-        if key in ALIASES and not group:
-            key, value = ALIASES[key] if value is True else (key, value)
+        if not group:
+            key, value = of_alias(key, value)
         option = self.known.get(key)
         if option is None and not group and grant(str(key), value, grants(self.tree)):
             return

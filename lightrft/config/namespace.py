@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from lightrft.config.cli import ParsedConfig
-from lightrft.config.compat import ALIASES, grant_without, GRANTED_VALUES, REFUSED
+from lightrft.config.compat import grant_without, GRANTED_VALUES, REFUSED
 from lightrft.config.files import convert_options
 from lightrft.config.flags import convert_text
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError, Option
 from lightrft.config.schema import Config
-from lightrft.config.tree import build, options
+from lightrft.config.tree import build, options, with_aliases
 from lightrft.utils.logging import get_logger
 
 _UNSET = {"freezing_actor_steps": -1}  # defaults of LightRFT's scripts that stand for nothing
@@ -47,9 +47,7 @@ def config_of(args: argparse.Namespace, keywords: Mapping[str, Any] | None = Non
 
 def _converted(given: dict[str, Any], known: Mapping[str, Option], problems: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the options in ``given`` with their values; what is wrong with one is added to ``problems``."""
-    for alias, (name, value) in ALIASES.items():
-        if given.get(alias) is True and name in known and given.get(name) in (None, known[name].default):
-            given[name] = value
+    given = with_aliases(given, known)
     for name, option in known.items():
         if given.get(name) not in (None, _UNSET.get(name)):
             try:

@@ -1,7 +1,7 @@
 """Option trees: dataclasses of groups, each a dataclass of options, and what plugins and algorithms add to a group."""
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -199,6 +199,16 @@ def check_ranges(config: Any) -> Iterator[str]:
         yield from option.range_problems(values[name])
 
 
+def with_aliases(given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the values of a namespace with those of the options that aliases among them set; an option that has
+    another value than its default keeps it."""
+    values = dict(given)
+    for alias, (name, value) in ALIASES.items():
+        if values.get(alias) is True and name in known and values.get(name) in (None, known[name].default):
+            values[name] = value
+    return values
+
+
 def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
     """Build one group from a namespace of :func:`lightrft.utils.cli_args.add_arguments`, or of a script's own parser.
 
@@ -209,10 +219,8 @@ def group_from_args(cls: type[G], args: argparse.Namespace) -> G:
             :func:`lightrft.config.cli.parse_config` can put between defaults and flags.
     """
     cls = extended(cls)
-    given, known = dict(vars(args)), group_options(cls)
-    for alias, (name, value) in ALIASES.items():
-        if given.get(alias) is True and name in known and given.get(name) in (None, known[name].default):
-            given[name] = value
+    known = group_options(cls)
+    given = with_aliases(vars(args), known)
     taken = {
         name: given[name] for name, option in known.items()
         if name in given and (given[name] is not None or option.optional)

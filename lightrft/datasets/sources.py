@@ -3,6 +3,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -71,9 +72,19 @@ def _check_columns(row: Row, names: tuple[str, ...], split: str, index: int) -> 
                         f"{', '.join(row)}). Name the raw data of the source, or remove the row")
 
 
-# -- GSM8K ------------------------------------------------------------------------------------------------------------
 INSTRUCTION = ("Reason step by step inside <think> and </think> tags, then give the final answer inside \\boxed{}, "
                "for example <think>6 * 7 = 42.</think>\\boxed{42}")
+
+
+def _problem(source: str, question: str, answer: str, about: Row, media: Row | None = None, **more: Any) -> Row:
+    """Write a problem of mathematics in our schema; ``about`` begins ``extra_info``, and ``more`` ends it."""
+    prompt = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
+    info = about | {"reference": answer, "answer": answer, "question": question} | more
+    return {"data_source": source, "prompt": prompt, **(media or {}), "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": info}  # yapf: disable
+
+
+# -- GSM8K ------------------------------------------------------------------------------------------------------------
 _FINAL = re.compile(r"####\s*(-?[\d.,]+)")
 
 
@@ -97,16 +108,8 @@ def gsm8k(row: Row, split: str, index: int) -> Row:
     """
     _check_columns(row, ("question", "answer"), split, index)
     solution = final_answer(row["answer"])
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["question"]}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": solution},
-        "extra_info": {
-            "split": split, "index": index, "label": "gsm8k_rule", "reference": solution, "answer": solution,
-            "question": row["question"], "full_solution": row["answer"]
-        }
-    }  # yapf: disable
+    about = {"split": split, "index": index, "label": "gsm8k_rule"}
+    return _problem("openai/gsm8k", row["question"], solution, about, full_solution=row["answer"])
 
 
 # -- Geometry3K -------------------------------------------------------------------------------------------------------
@@ -117,17 +120,8 @@ def geo3k(row: Row, split: str, index: int) -> Row:
     ``problem`` has an ``<image>`` for each of ``images``; ``answer`` is a number or an expression.
     """
     _check_columns(row, ("problem", "answer", "images"), split, index)
-    return {
-        "data_source": "hiyouga/geometry3k",
-        "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["problem"]}],
-        "images": row["images"],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(row["answer"])},
-        "extra_info": {
-            "split": split, "index": index, "label": "geo3k_rule", "reference": str(row["answer"]),
-            "answer": str(row["answer"]), "question": row["problem"]
-        }
-    }  # yapf: disable
+    about = {"split": split, "index": index, "label": "geo3k_rule"}
+    return _problem("hiyouga/geometry3k", row["problem"], str(row["answer"]), about, {"images": row["images"]})
 
 
 # -- MATH -------------------------------------------------------------------------------------------------------------
@@ -142,14 +136,6 @@ def math(row: Row, split: str, index: int) -> Row:
     if not answer:
         raise DataError(f"row {index + 1} of split {split!r}: the solution has no \\boxed answer: "
                         f"{row['solution'][-80:]!r}")
-    return {
-        "data_source": "DigitalLearningGmbH/MATH-lighteval",
-        "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": row["problem"]}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {
-            "split": split, "index": index, "label": "math_rule", "reference": answer, "answer": answer,
-            "question": row["problem"], "full_solution": row["solution"],
-            "level": row.get("level"), "type": row.get("type")
-        }
-    }  # yapf: disable
+    about = {"split": split, "index": index, "label": "math_rule"}
+    return _problem("DigitalLearningGmbH/MATH-lighteval", row["problem"], answer, about,
+                    full_solution=row["solution"], level=row.get("level"), type=row.get("type"))  # yapf: disable

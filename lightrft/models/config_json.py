@@ -1,4 +1,4 @@
-"""What the config.json of a model says, in a folder or on the hub: parts, shapes and lengths, without its weights."""
+"""Reads the config.json of a model, in a folder or on the hub: its parts, shapes and lengths, without weights."""
 from contextlib import suppress
 
 import torch

@@ -45,12 +45,6 @@ def replaces_tokens(names: Iterable[str]) -> bool:
     return bool(heads_among(names)) and _TO_TOKENS not in {*names}
 
 
-def other_heads(path: str) -> list[str]:
-    """Return the heads of a folder that has none named score."""
-    heads = heads_among(tensor_names(path))
-    return [] if "score" in heads else heads
-
-
 def checked_head(path: str, names: set[str], prefix: str) -> str:
     """Check that ``prefix`` is the one head among the tensors ``names`` that a model can be read with.
 

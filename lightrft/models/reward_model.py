@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedCo
 from lightrft.config.options import show
 from lightrft.config.rm_schema import JudgeFormat, StepFormat
 from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
-from lightrft.models.head_names import checked_head, HEAD, heads_among, other_heads, replaces_tokens, tensor_names
+from lightrft.models.head_names import checked_head, HEAD, heads_among, replaces_tokens, tensor_names
 from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import named_head, PackedModel, with_score
 from lightrft.ops.logprobs import Read, read_logprobs
@@ -98,21 +98,23 @@ class RewardHead:
                 raise UserError(f"--value_head_prefix {prefix}: the head of {path!r} is {head.prefix}; give "
                                 f"--value_head_prefix {head.prefix}, or drop the option")
             return head
-        if not _is_classifier(config):
-            return cls._of_other(config, path, prefix)
-        if config.num_labels != 1:
+        if _is_classifier(config) and config.num_labels != 1:
             raise UserError(
                 f"reward model {path!r} has {config.num_labels} scores; give a sequence classifier with one")
-        return cls() if prefix is None and not other_heads(path) else cls._of_other(config, path, prefix)
+        names = tensor_names(path)
+        heads = heads_among(names)
+        if _is_classifier(config) and prefix is None and (not heads or "score" in heads):
+            return cls()
+        return cls._of_other(config, path, prefix, names)
 
     @classmethod
-    def _of_other(cls, config: PretrainedConfig, path: str, prefix: str | None) -> "RewardHead":
+    def _of_other(cls, config: PretrainedConfig, path: str, prefix: str | None, names: set[str]) -> "RewardHead":
         """Read a head of another program, by its name in the files; config.json may have that name, and mean and std.
 
         Raises:
             UserError: there is none, or there are several and neither ``prefix`` nor config.json names one.
         """
-        names, name = tensor_names(path), (config.architectures or [""])[0]
+        name = (config.architectures or [""])[0]
         heads, prefix = heads_among(names), prefix or config_value(config, "value_head_prefix", None)
         if not heads and (names or not name or name.endswith(SPEAKS)):
             raise UserError(f"reward model {path!r} has no head ({name or 'no architecture'} in its config.json scores "

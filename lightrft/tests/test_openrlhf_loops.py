@@ -53,5 +53,4 @@ def rewards_of(script, home, out, **variables):
 ])  # yapf: disable
 def test_the_reward_rises(script, variables, gain, home, tmp_path):
     before, after = rewards_of(script, home, tmp_path, **variables)
-    print(script, before, after)
     assert after > before + gain

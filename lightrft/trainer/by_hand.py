@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightrft.config.cli import ParsedConfig
-from lightrft.config.compat import ALIASES, grant, nearest, refusal
+from lightrft.config.compat import grant, nearest, of_alias, refusal
 from lightrft.config.namespace import config_of
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
@@ -144,9 +144,7 @@ def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are options, by their names; notice those that are granted."""
     known, keywords, others, problems = options(Config), dict[str, Any](), dict[str, Any](), list[str]()
     for name, value in arguments.items():
-        own = _RENAMED.get(name, name)
-        if own in ALIASES and value is True:
-            own, value = ALIASES[own]
+        own, value = of_alias(_RENAMED.get(name, name), value)
         if own in known and not (own in _GRANTED and isinstance(value, dict)):  # recipes of LightRFT are dicts
             keywords |= {} if value is None else {own: value}
         elif name in _GRANTED or name in _ELSEWHERE:

@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d, TCPStore
 
 from lightrft.cli.doctor import PROG, local_ranks, main, plan
-from lightrft.config.schema import Config
-from lightrft.config.tree import build
 from lightrft.models.activations import ModelShape
 from lightrft.models.config_json import parameter_shapes
 from lightrft.preflight.checks import Finding, examine, worst
@@ -27,6 +25,7 @@ from lightrft.preflight.overhead import COMMUNICATOR, CONTEXT
 from lightrft.rollout.engines import largest_hf_cache
 from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
+from lightrft.tests.support.doctor import by_name, config, only
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
 SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)
@@ -35,19 +34,6 @@ SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny.save_model(tmp_path_factory.mktemp("doctor") / "model")
-
-
-def config(**options: Any) -> Config:
-    return build(Config, options)
-
-
-def only(findings) -> Finding:
-    (found, ) = findings
-    return found
-
-
-def by_name(findings) -> dict[str, Finding]:
-    return {found.name: found for found in findings}
 
 
 def planned(**options: Any) -> dict[str, Finding]:

@@ -2,16 +2,13 @@
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from lightrft.cli.doctor import asked_extras
 from lightrft.config.engines import ENGINES
-from lightrft.config.schema import Config
-from lightrft.config.tree import build
-from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions, SUMMARY
+from lightrft.tests.support.doctor import by_name, config, only
 from lightrft.utils.errors import install_command
 
 
@@ -29,19 +26,6 @@ def packages(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
 
     return write
-
-
-def config(**options: Any) -> Config:
-    return build(Config, options)
-
-
-def only(findings) -> Finding:
-    (found, ) = findings
-    return found
-
-
-def by_name(findings) -> dict[str, Finding]:
-    return {found.name: found for found in findings}
 
 
 def test_broken_packages_are_told_without_a_traceback(packages):

@@ -45,7 +45,7 @@ def check_versions(asked: Collection[str] = ()) -> Iterator[Finding]:
 
 
 def _counts(requirement, extra: str | None, asked: Collection[str]) -> bool:
-    """Whether a requirement applies here. Those of an engine on other packages, which it holds back, do beside it."""
+    """Return True for a requirement that applies here; those of an engine on other packages do where it is there."""
     if extra in ENGINES and requirement.name != extra:
         return extra in asked or installed(extra) is not None
     return bool(extra) or requirement.marker is None or requirement.marker.evaluate({"extra": ""})
