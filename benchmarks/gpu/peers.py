@@ -55,15 +55,15 @@ def row(name: str, runs: list[Run]) -> Row:
     }
 
 
-def ours(setting: Setting) -> Run:
+def ours(setting: Setting) -> Iterator[Run]:
     """Run the trainer's steps."""
     from benchmarks.gpu.training import batch, run_steps
     lines = run_steps(setting, *batch(setting))[1:]
-    return {"s": sum(line["time/step_s"] for line in lines), "tokens": sum(line["rollout/tokens"] for line in lines),
-            "peak GiB": lines[-1]["perf/peak_mem_gib"]}  # yapf: disable
+    yield {"s": sum(line["time/step_s"] for line in lines), "tokens": sum(line["rollout/tokens"] for line in lines),
+           "peak GiB": lines[-1]["perf/peak_mem_gib"]}  # yapf: disable
 
 
-def theirs(setting: Setting) -> Run:
+def theirs(setting: Setting) -> Iterator[Run]:
     """Run TRL's steps: float32 weights and bfloat16 autocast, as the trainer has them; clipped token-mean loss."""
     from datasets import load_dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -92,8 +92,8 @@ def theirs(setting: Setting) -> Run:
         line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {"s": clock.ends[-1] - clock.ends[0], "tokens": sum(lengths[1:]) * count,
-            "peak GiB": peak_memory_gib(device)}  # yapf: disable
+    yield {"s": clock.ends[-1] - clock.ends[0], "tokens": sum(lengths[1:]) * count,
+           "peak GiB": peak_memory_gib(device)}  # yapf: disable
 
 
 class StepClock(TrainerCallback):

@@ -1,5 +1,6 @@
 """The loops of ``examples/openrlhf``, in OpenRLHF's commands: whole runs, after which answers have a higher reward."""
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from lightrft.tests.support.scorers import save_scorer
 from lightrft.tests.support.tiny_task import write_rows
 from lightrft.tests.support.warm import warm_environ, warm_python
 
-SCRIPTS = Path(__file__).parents[2] / "examples" / "openrlhf"
-if not SCRIPTS.exists():
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "examples" / "openrlhf" / "README.md"
+if not PAGE.exists():
     pytest.skip("installed without its repository", allow_module_level=True)
 
 
@@ -34,13 +36,14 @@ def home_fixture(tmp_path_factory):
 
 
 def rewards_of(script, home, out, **variables):
-    """Run a script of the loops; return the mean reward of each of its readings by the reward model."""
+    """Run a script as the page prints it; return the mean reward of each of its readings by the reward model."""
+    (command, ) = re.findall(rf"^bash (\S+/{script})", PAGE.read_text(), re.MULTILINE)
     values = {"POLICY": home / "policy", "REWARD_MODEL": home / "rm", "PROMPTS": home / "prompts.jsonl",
               "DATASET": home / "chats.jsonl", "OUT": out, "EVAL_TASK": "generate", "MAX_LEN": 64, "MAX_NEW_TOKENS": 8,
               "ROLLOUT_BATCH_SIZE": 32, "TRAIN_BATCH_SIZE": 8, "TP_SIZE": 1, "TRAINING_ITERS": 2, "N": 8,
               "GENERATE_ARGS": "--engine_kv_mib 4", "LAUNCH": f"{warm_python()} -m", "OMP_NUM_THREADS": 1,
               **variables}  # yapf: disable
-    done = subprocess.run(["bash", str(SCRIPTS / script)], capture_output=True, text=True, timeout=280,
+    done = subprocess.run(["bash", str(ROOT / command)], capture_output=True, text=True, timeout=280,
                           env=os.environ | warm_environ() | {name: str(value) for name, value in values.items()})
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return [row["reward mean"] for row in read_lines(out / "rewards.jsonl")]

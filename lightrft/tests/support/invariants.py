@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightrft.tests.support import runs
+from lightrft.tests.support.sharded import full
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience
@@ -30,9 +30,9 @@ SPREAD: dict[str, dict[str, Any]] = {
 }  # yapf: disable
 
 
-def full(tensor: Tensor) -> Tensor:
+def whole_copy(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, wherever its parts lie (a collective)."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+    return full(tensor).detach().cpu().clone()
 
 
 def build(home: Path, folder: Path, **options: Any) -> SPMDPPOTrainer:
@@ -56,7 +56,7 @@ def gradients(trainer: SPMDPPOTrainer, rollout: Rollout) -> tuple[dict[str, floa
         name = next(name for name, each in trainer.prepared.items() if each is prepared)
         for key, parameter in prepared.model.named_parameters():
             if f"{name}/{key}" not in found:
-                found[f"{name}/{key}"] = full(parameter.grad)
+                found[f"{name}/{key}"] = whole_copy(parameter.grad)
         return original(prepared, max_norm)
 
     strategy.optimizer_step = spy

@@ -166,13 +166,20 @@ def launch(folder: Path, options: dict[str, Any], ranks: int = 1, limits: dict[i
     return _fork(run, module, flags(options), folder, environ, by_hand, limits)
 
 
+def _end_of(log: str, most: int = 3000) -> str:
+    """The end of a log; of a process that a signal ended, what Python was doing, without its list of modules."""
+    fatal = log.rfind("Fatal Python error")
+    return log[-most:] if fatal < 0 else log[fatal:].partition("Extension modules")[0][:most]
+
+
 def torchrun(module: str, *words: object, ranks: int = 2, limit_s: float = 240.0, **environ: str) -> str:
     """Run ``python -m module words`` on ``ranks`` ranks to their good end; the output of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         run = Launched([], [Path(folder) / f"{rank}.log" for rank in range(ranks)])
         codes = _fork(run, module, [str(word) for word in words], Path.cwd(), environ).wait(limit_s)
         # A rank that a signal ended comes first: the others only say that it is gone.
-        logs = [f"--- rank {rank} ---\n{run.log(rank)[-3000:]}" for rank in sorted(range(ranks), key=codes.__getitem__)]
+        order = sorted(range(ranks), key=codes.__getitem__)
+        logs = [f"--- rank {rank} ---\n{_end_of(run.log(rank))}" for rank in order]
         assert codes == [0] * ranks, f"exit codes {codes}\n" + "\n".join(logs)
         return run.log(0)
 

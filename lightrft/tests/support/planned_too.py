@@ -32,14 +32,15 @@ def plan_refusals() -> None:
     run = module.training_session
 
     @contextmanager
-    def training_session(parsed: Any, exits: bool = True, trial: Any = module.DEFAULT, *more: Any) -> Iterator[Any]:
+    def training_session(parsed: Any, exits: bool = True, trial: Any = module.DEFAULT, *strategy: Any) -> Iterator[Any]:
         asked = deepcopy(parsed)  # a session adds the defaults of the machine
         try:
-            with run(parsed, exits, trial, *more) as session:
+            with run(parsed, exits, trial, *strategy) as session:
                 yield session
         except (SystemExit, UserError) as end:
             refusal = end.__context__ if isinstance(end, SystemExit) else end
-            if isinstance(refusal, UserError) and not asked.dry_run and World.from_env().is_main:
+            by_hand = bool(strategy)  # a script with objects of its own, which no command line shows
+            if isinstance(refusal, UserError) and not (asked.dry_run or by_hand) and World.from_env().is_main:
                 compare(str(refusal), lambda: planned(module, asked, trial))
             raise
 

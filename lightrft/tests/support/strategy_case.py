@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.deepspeed.partitions import ZeroAdamW
 from lightrft.strategy.optimizer import full_shape, OptimSpec
+from lightrft.tests.support.sharded import full
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
 
 
@@ -44,10 +44,6 @@ class Case:
 
     def state(self, prepared: Prepared) -> dict[str, Tensor]:
         return {name: full(value).clone() for name, value in self.strategy.state_dict(prepared).items()}
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], atol: float = 0.0) -> None:
