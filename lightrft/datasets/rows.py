@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from lightrft.datasets.folders import files_of_split
+from lightrft.datasets.folders import check_rows, files_of_split, PACKINGS, saved_split
 from lightrft.datasets.plain_values import PLAIN, plain_row
 from lightrft.datasets.row_formats import as_row, DataError, READERS, Row
 from lightrft.utils.hub import prefer_cache_without_network
@@ -152,7 +152,7 @@ def load_rows(spec: str, split: str = "train") -> Rows:
     elif local.is_dir():
         rows = _read_folder(local / data_dir, split)
     elif local.is_file():
-        rows = _read_files([local])
+        rows = _joined(_parts([local]))
     else:
         rows = _read_named(path, data_dir, split)
     if not rows:
@@ -185,11 +185,11 @@ def _split_spec(spec: str) -> tuple[str, str]:
 def _read_folder(folder: Path, split: str) -> Rows:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _read_saved(folder, split)
-    if (folder / split / "state.json").is_file():
-        return _read_saved(folder / split, split)
-    return _read_files(files_of_split(folder, split))
+    if saved := saved_split(folder, split):
+        return _read_saved(saved, split)
+    parts = _parts(files_of_split(folder, split))
+    check_rows(parts, folder)
+    return _joined(parts)
 
 
 _PICKLES = (".pkl", ".pickle")
@@ -197,21 +197,27 @@ _PICKLES = (".pkl", ".pickle")
 
 def _unknown_kind(file: Path) -> str:
     text = f"{file}: unknown kind of file {file.suffix!r}; known: {', '.join(sorted(READERS))}"
+    if file.suffix.lower() in PACKINGS:
+        return f"{text}. Unpack it"
     if file.suffix.lower() not in _PICKLES:
         return text
     return (f"{text}. Reading a pickle runs code that is in it. If you trust its author, convert it: python -c 'import "
             f"pandas as pd; pd.DataFrame(pd.read_pickle(\"{file}\")).to_parquet(\"{file.with_suffix('.parquet')}\")'")
 
 
-def _read_files(files: list[Path]) -> Rows:
-    parts = []
+def _parts(files: list[Path]) -> dict[Path, list[Row]]:
+    """Read files of rows."""
     for file in files:
         if file.suffix.lower() not in READERS:
             raise DataError(_unknown_kind(file))
         if file.stat().st_size == 0:
             raise DataError(f"{file}: the file is empty. Write the data again")
-        parts.append(READERS[file.suffix.lower()](file))
-    return Rows([row for part in parts for row in part], [(str(file), len(part)) for file, part in zip(files, parts)])
+    return {file: READERS[file.suffix.lower()](file) for file in files}
+
+
+def _joined(parts: Mapping[Path, list[Row]]) -> Rows:
+    return Rows([row for part in parts.values() for row in part],
+                [(str(file), len(part)) for file, part in parts.items()])
 
 
 def _read_saved(folder: Path, split: str) -> Rows:

@@ -45,19 +45,17 @@ class RowFiles:
     def _opened(self, identity: dict[str, Any]) -> dict[int, list[Row] | None] | UserError:
         """Prepare the folder on rank 0; return the numbers in it, with the rows that wait for scores."""
         wanted = json.loads(json.dumps(identity, default=str))
-        if not _begun(self.folder):
-            for left in self._files():
-                left.unlink()
+        files = _rank_files(self.folder)
+        if not _begun(self.folder, files):
+            while files:
+                files.pop().unlink()
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / IDENTITY).write_text(json.dumps(wanted), encoding="utf-8")
         if refusal := _of_another_run(self.folder, wanted):
             return refusal
-        for file in self._files():
+        for file in files:
             _cut_incomplete(file)
         return {number: rows if _waits(rows) else None for number, rows in self._groups().items()}
-
-    def _files(self) -> list[Path]:
-        return _rank_files(self.folder)
 
     def add(self, number: int, rows: list[Row]) -> None:
         """Write a group; it survives the end of this process."""
@@ -67,7 +65,7 @@ class RowFiles:
     def _groups(self) -> dict[int, list[Row]]:
         """Read the groups of all ranks; of one that was scored again, the rows that have scores."""
         found: dict[int, list[Row]] = {}
-        for file in self._files():
+        for file in _rank_files(self.folder):
             with open(file, encoding="utf-8") as lines:
                 for group in map(json.loads, lines):
                     if group["number"] not in found or _waits(found[group["number"]]):
@@ -93,13 +91,15 @@ class RowFiles:
 
 def refuse_other_run(folder: Path, identity: Mapping[str, Any]) -> None:
     """Refuse a ``folder`` that :class:`RowFiles` would refuse; nothing is written."""
-    if _begun(folder) and (refusal := _of_another_run(folder, json.loads(json.dumps(dict(identity), default=str)))):
-        raise refusal
+    if _begun(folder, _rank_files(folder)):
+        refusal = _of_another_run(folder, json.loads(json.dumps(dict(identity), default=str)))
+        if refusal:
+            raise refusal
 
 
-def _begun(folder: Path) -> bool:
-    """Return True if rows of a run are in the folder."""
-    return (folder / IDENTITY).exists() and any(file.stat().st_size for file in _rank_files(folder))
+def _begun(folder: Path, files: list[Path]) -> bool:
+    """Return True if rows of a run are in ``files`` of the folder."""
+    return (folder / IDENTITY).exists() and any(file.stat().st_size for file in files)
 
 
 def _rank_files(folder: Path) -> list[Path]:

@@ -1,4 +1,5 @@
 """Folders of data files: hidden files, copies, several formats, and files that are named after two splits."""
+import json
 import re
 
 import pytest
@@ -46,6 +47,57 @@ def test_a_copy_of_a_file_is_refused(tmp_path):
         load_rows(str(tmp_path))
 
 
+def rows(*numbers):
+    return [{"prompt": f"{number}+1?", "answer": str(number + 1), "id": number} for number in numbers]
+
+
+def jsonl(*numbers):
+    return "".join(json.dumps(row) + "\n" for row in rows(*numbers))
+
+
+def csv(*columns):
+    lines = [columns, *([str(row[name]) for name in columns] for row in rows(1, 2, 3))]
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+WHOLE = {"train.jsonl": jsonl(1, 2, 3)}
+
+
+@pytest.mark.parametrize("files", [
+    WHOLE | {"train_copy.jsonl": jsonl(1, 2, 3).replace("\n", "\r\n")},
+    WHOLE | {"old/train.jsonl": jsonl(3, 1, 2) + "\n"},
+    WHOLE | {"train_small.jsonl": jsonl(2).replace("}", ', "note": null}')},
+    WHOLE | {"train-00000-of-00002.jsonl": jsonl(1, 2), "train-00001-of-00002.jsonl": jsonl(3)},
+    {"train.csv": csv("id", "prompt", "answer"), "train_2.csv": csv("prompt", "answer", "id")},
+], ids=["line ends", "order of rows", "some rows", "shards", "order of columns"])  # yapf: disable
+def test_the_same_rows_in_other_bytes_are_refused(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    first, second, *_ = (re.escape(name) for name in files)
+    with pytest.raises(DataError, match=f"({first} and {second}|{second} and {first}) have the same rows.*Remove one"):
+        load_rows(str(tmp_path))
+    (tmp_path / [*files][1]).write_text(files[[*files][1]].replace("+1?", "+1=?"), encoding="utf-8")
+    assert {"1+1?", "2+1=?"} <= {*prompts(tmp_path)}, "other rows"
+
+
+def test_shards_and_empty_files_are_no_copies(tmp_path):
+    (tmp_path / "train-00000-of-00002.csv").write_text("prompt,answer\n1+1?,2\n", encoding="utf-8")
+    (tmp_path / "train-00001-of-00002.csv").write_text("prompt,answer\n1+1?,2\n1+2?,3\n", encoding="utf-8")
+    (tmp_path / "train_none.csv").write_text("prompt,answer\n", encoding="utf-8")
+    assert len(prompts(tmp_path)) == 3
+
+
+def test_packed_files_are_not_passed_over(tmp_path):
+    write(tmp_path, "train.jsonl.gz", "test.jsonl")
+    with pytest.raises(DataError, match="train.jsonl.gz: unknown kind of file '.gz'.*Unpack it"):
+        load_rows(str(tmp_path))
+    write(tmp_path, "train.jsonl")
+    with pytest.raises(DataError, match="several formats .train.jsonl and train.jsonl.gz.*"):
+        load_rows(str(tmp_path))
+    assert prompts(tmp_path, "test") == ["test.jsonl"]
+
+
 def test_shards_are_whole_and_of_one_writing(tmp_path):
     write(tmp_path, "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "more/train-00000-of-00001.jsonl")
     assert len(prompts(tmp_path)) == 3, "shards of two folders"
@@ -78,3 +130,6 @@ def test_saved_data_sets_in_folders_of_splits(tmp_path):
     datasets.Dataset.from_list([{"prompt": "saved"}]).save_to_disk(tmp_path / "train")
     write(tmp_path, "test.jsonl")
     assert prompts(tmp_path) == ["saved"] and prompts(tmp_path, "test") == ["test.jsonl"]
+    write(tmp_path, "train.jsonl")
+    with pytest.raises(DataError, match="is a saved data set, and has the file train.jsonl beside it.*Move one"):
+        load_rows(str(tmp_path))
