@@ -10,6 +10,7 @@ from lightrft import __version__
 from lightrft.cli.command_line import check_command
 from lightrft.cli.foreign_commands import unknown_command
 from lightrft.cli.offline import OFFLINE
+from lightrft.utils.launcher import threads_per_rank
 
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     module = COMMANDS[name][0]
     if not ranks or {"-h", "--help"}.intersection(words):
         return import_module(module).main(words)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
     if "--dry_run" in words:
         with as_first_of(ranks):
             return import_module(module).main(words)
@@ -99,8 +101,6 @@ def launch(ranks: str, module: str, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    from lightrft.utils.env import threads_per_rank
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
     try:

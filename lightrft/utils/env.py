@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from lightrft.utils.errors import UserError
+from lightrft.utils.launcher import count_cores, threads_per_rank
+from lightrft.utils.logging import get_logger
 
 _GIB = float(1 << 30)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -126,16 +128,6 @@ def freed_memory_is_kept(device: torch.device) -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def count_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_per_rank(local_world_size: int) -> int:
-    """Divide the cores among the ranks of this node; return the threads of each, at least one."""
-    return max(count_cores() // local_world_size, 1)
-
-
 def set_threads(local_world_size: int) -> int:
     """Divide the cores among the ranks of this node, unless OMP_NUM_THREADS is set; return the threads per rank.
 
@@ -145,6 +137,10 @@ def set_threads(local_world_size: int) -> int:
         return torch.get_num_threads()
     threads = threads_per_rank(local_world_size)
     torch.set_num_threads(threads)
+    if threads > 1 and (load := os.getloadavg()[0]) > count_cores():
+        get_logger().warning(
+            "other programs use this machine (load %.0f on %d cores), and threads wait for each other: with "
+            "OMP_NUM_THREADS=1 a step on the CPU may take a tenth of the time", load, count_cores())
     return threads
 
 

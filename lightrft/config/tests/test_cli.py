@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightrft.config.cli import parse_config
 from lightrft.config.compat import ALIASES, GRANTED, REFUSED
@@ -19,6 +20,7 @@ from lightrft.config.schema import Config, DataConfig, StrategyConfig, TrainConf
 from lightrft.config.sft_schema import SFTConfig
 from lightrft.config.tree import flatten, group_from_args, group_options, groups, options
 from lightrft.tests.support.option_values import every_option, other_value, words
+from lightrft.utils import launcher
 from lightrft.utils.cli_args import add_arguments
 from lightrft.utils.env import World
 
@@ -77,10 +79,20 @@ def test_the_ranks_of_the_launcher_of_deepspeed(monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "environ", {**os.environ})  # so that the name that is added goes with the test
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    monkeypatch.setattr(os, "environ", {**os.environ})  # so that the names that are added go with the test
+    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        os.environ.pop(name, None)
+    monkeypatch.setattr(launcher, "count_cores", lambda: 16)
+    before = torch.get_num_threads()
     parse_config(["--local_rank=1", "--seed", "3"])
     assert World.from_env() == World(3, 1, 4, 2)
+    assert os.environ["OMP_NUM_THREADS"] == "8" and torch.get_num_threads() == 8, "its share, as torch was loaded before"
+    os.environ |= {"OMP_NUM_THREADS": "3", "RANK": "0"}
+    parse_config(["--seed", "3"])
+    assert os.environ.pop("OMP_NUM_THREADS") == "3" and not capsys.readouterr().err, "that of the user"
+    parse_config(["--seed", "3"])
+    assert "OMP_NUM_THREADS is not set: it is 8, the share of each of the 2 ranks" in capsys.readouterr().err
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *GRANTED])

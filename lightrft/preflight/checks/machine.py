@@ -61,7 +61,7 @@ def _gpu(index: int, device: Device, bf16: bool, used: bool) -> Finding:
 
 
 def _cpu(device: Device) -> Finding:
-    from lightrft.utils.env import count_cores
+    from lightrft.utils.launcher import count_cores
     return Finding(
         "ok", "cpu", f"no GPU: training runs on {count_cores()} cores, {device.free / GIB:.1f} of "
         f"{device.total / GIB:.1f} GiB free, bfloat16 {'in hardware' if _cpu_bf16() else 'without hardware support'}")
@@ -79,7 +79,7 @@ def check_threads(ranks: int) -> Iterator[Finding]:
     """Compare the threads that ``ranks`` processes on this machine have with its cores."""
     import torch
 
-    from lightrft.utils.env import count_cores, threads_per_rank
+    from lightrft.utils.launcher import count_cores, threads_per_rank
     cores, fair, given = count_cores(), threads_per_rank(ranks), os.environ.get("OMP_NUM_THREADS")
     threads = fair if given is None else torch.get_num_threads()
     text = f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''} on {cores} cores"

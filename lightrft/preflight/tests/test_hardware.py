@@ -74,7 +74,7 @@ def test_this_machine(gpus):
     (4, "8", "warn", "4 ranks x 8 threads on 16 cores, more than the machine has"),
 ])
 def test_threads_of_each_rank(ranks, given, verdict, text, monkeypatch):
-    monkeypatch.setattr("lightrft.utils.env.count_cores", lambda: 16)
+    monkeypatch.setattr("lightrft.utils.launcher.count_cores", lambda: 16)
     monkeypatch.setattr("torch.get_num_threads", lambda: int(given))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:

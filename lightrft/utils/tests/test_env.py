@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightrft.utils import env, launcher
 from lightrft.utils.env import (World, peak_memory_gib, rng_state, seed_everything, set_rng_state, set_threads,
                                 total_memory, used_memory_gib)
 
@@ -57,6 +58,19 @@ def test_threads_are_shared_unless_the_environment_decides(environment, threads)
     env = {"PATH": "", "OMP_NUM_THREADS": environment} if environment else {"PATH": ""}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)
     assert set_threads.__doc__, "documented"
+
+
+def test_threads_on_a_busy_machine_get_a_warning(monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    for module in (env, launcher):
+        monkeypatch.setattr(module, "count_cores", lambda: 8)
+    for load, warned in ((8.0, False), (11.0, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        for ranks in (2, 8):
+            set_threads(ranks)
+            said = capsys.readouterr().err
+            assert ("load 11 on 8 cores" in said) == (warned and ranks == 2), "one thread waits for no other"
 
 
 KEPT = """
