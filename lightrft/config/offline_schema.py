@@ -58,7 +58,7 @@ class OfflineConfig(Tree):
 
     PREFLIGHT = "lightrft.preflight.offline.OfflinePreflight"
     BATCH = "train_batch_size"
-    LENGTHS = ("max_len", )
+    LENGTHS = ROW_LIMITS = ("max_len", )
     TRAINING = "training on fixed data"
     SYNONYMS = {"dataset": "train_data", "dataset_split": "train_split", "dataset_probs": "train_data_probs"}
     ROWS: ClassVar[str]  # the word for its rows

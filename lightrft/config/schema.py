@@ -345,6 +345,7 @@ class Config(Tree):
     TAG = "reinforcement-learning"
     METRICS = ("reward", "group", "advantage", "policy", "critic", "rollout", "eval")
     LENGTHS = ("prompt_max_len", "generate_max_len")
+    ROW_LIMITS = ("pretrain_max_len", )
 
     @property
     def bypasses(self) -> bool:

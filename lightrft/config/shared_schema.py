@@ -205,7 +205,8 @@ class Tree:
     TRAINING: ClassVar[str]  # kind of the training, in words
     TAG: ClassVar[str] = ""  # of the hub, for the kind of the training; empty: the first of METRICS
     TASK: ClassVar[str] = ""  # of the hub, that a trained model does; empty: it answers with text
-    LENGTHS: ClassVar[tuple[str, ...]]  # options that bound the tokens of a sequence together
+    LENGTHS: ClassVar[tuple[str, ...]] = ()  # options that bound the tokens of a sequence together
+    ROW_LIMITS: ClassVar[tuple[str, ...]] = ()  # options that bound the tokens of a row of text that is trained
     SEQUENCES: ClassVar[int] = 1  # of a sample, which stay in one micro-batch
     # flags of other manuals -> OPTION, OPTION=VALUE or OPTION+=ITEM; before it other options that follow, unless they
     # are written too, and OPTION?OTHER where OTHER is written

@@ -1,13 +1,16 @@
 """Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from lightrft.config.options import ConfigError
 from lightrft.config.shared_schema import Tree
+from lightrft.config.tree import flatten, groups
 from lightrft.preflight.base import preflight
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import AMPERE, Machine
 from lightrft.utils.errors import UserError
+from lightrft.utils.logging import warn_of_all
 
 LARGE = 10**9  # parameters from which activations are recomputed: below, models leave room for them
 
@@ -52,6 +55,40 @@ BY_MACHINE: dict[str, Callable[[Tree, Machine], tuple[bool, str]]] = {
 def chosen_by_machine(config: Tree) -> dict[str, bool]:
     """Return the values of the options that :func:`settle` may have set."""
     return {name: vars(config.model)[name] for name in BY_MACHINE if name in vars(config.model)}
+
+
+def check_lengths(config: Tree, provenance: dict[str, str], refuses: bool = True) -> None:
+    """Compare the lengths of a run with the positions of its model, if that is in a folder of this machine: lower the
+    limits of rows (:func:`limit_rows`), and refuse prompts and responses that would have no positions.
+
+    Args:
+        refuses: False leaves prompts and responses as they are.
+    """
+    path, values = getattr(config.model, "pretrain", None), flatten(config)
+    if not isinstance(path, str) or not (Path(path).expanduser() / "config.json").is_file():
+        return  # several models, or one that is not here: each is compared when it is opened
+    from lightrft.models.config_json import check_context
+    try:
+        limit_rows(config, provenance)
+    except UserError:  # raised again where the model is loaded
+        return
+    if refuses and "generate_max_len" in config.LENGTHS and getattr(config, "generates", True):
+        check_context(path, **{name: values[name] for name in config.LENGTHS})
+
+
+def limit_rows(config: Tree, provenance: dict[str, str]) -> None:
+    """Lower the limits of rows to the positions of the model, with a notice; longer rows follow ``--overlong_prompt``.
+
+    A row shows its length before it is trained, so a limit beyond the model does no harm. A response does not.
+    """
+    from lightrft.models.config_json import context_of
+    for options, name in ((vars(vars(config)[group]), name) for group in groups(type(config))
+                          for name in config.ROW_LIMITS):
+        if options.get(name) and options[name] > (context := context_of(config.model.pretrain) or options[name]):
+            warn_of_all(f"--{name} {options[name]}: the model has {context} positions (max_position_embeddings), so "
+                        f"longer rows follow --overlong_prompt {flatten(config).get('overlong_prompt')}")
+            options[name] = context
+            provenance[name] = f"positions of {config.model.pretrain}"
 
 
 def refuse_emulated_bf16(config: Tree, machine: Machine) -> None:

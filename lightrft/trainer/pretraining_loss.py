@@ -15,10 +15,10 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import check_batch, PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTExample
-from lightrft.models.config_json import check_context
 from lightrft.models.loss import GPTLMLoss
 from lightrft.models.packed_model import PackedModel
 from lightrft.ops.aggregate import Denominators
+from lightrft.preflight.planned import limit_rows
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import Passes
@@ -34,13 +34,12 @@ def read_pretraining(config: Config, tokenizer: PreTrainedTokenizerBase,
     """Read the rows of ``--pretrain_data``; none without that option.
 
     Raises:
-        UserError: rows cannot be used, may be longer than the model's context, or are fewer than one batch.
+        UserError: rows cannot be used, or are fewer than one batch.
     """
     ptx = config.ptx
     if not ptx.pretrain_data:
         return []
-    if ptx.pretrain_max_len:
-        check_context(config.model.pretrain, pretrain_max_len=ptx.pretrain_max_len)
+    limit_rows(config, {})
     rows = PretrainingDataset(ptx.as_data_config(config.data), tokenizer, config.pretrain_len, media=media,
                               learning=Learning(whole=ptx.pretrain_mode))
     check_batch(config.pretraining_rows, len(rows), "ptx_batch_size")  # before any model is loaded

@@ -18,8 +18,8 @@ from lightrft.config.options import ConfigError
 from lightrft.config.tree import flatten
 from lightrft.preflight.base import preflight
 from lightrft.preflight.hardware import Machine, unlike_gpus
-from lightrft.preflight.planned import (chosen_by_machine, refuse_emulated_bf16, refuse_together, refuse_unlike_ranks,
-                                        refuse_what_does_not_fit, settle)
+from lightrft.preflight.planned import (check_lengths, chosen_by_machine, refuse_emulated_bf16, refuse_together,
+                                        refuse_unlike_ranks, refuse_what_does_not_fit, settle)
 from lightrft.preflight.report import report
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
@@ -175,6 +175,7 @@ def settled(parsed: ParsedConfig) -> Machine:
     elsewhere = parsed.plan_gpus
     machine = _other_machine(elsewhere) if elsewhere else _this_machine()
     settle(parsed.config, parsed.provenance, machine)
+    check_lengths(parsed.config, parsed.provenance, not elsewhere)
     try:
         validate(parsed.config, machine.ranks, machine.device.cuda, bool(elsewhere), machine.local_ranks)
     except ConfigError as error:

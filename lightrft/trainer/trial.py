@@ -183,9 +183,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
 
 
 def _check_rows(config: OfflineConfig, rows: int | None) -> None:
-    """Raise the errors of lengths and, where all rows are on this machine, of their number."""
-    if Path(path := str(config.model.pretrain)).expanduser().exists():
-        check_context(path, max_len=config.data.max_len)
+    """Raise the error of the number of rows, where all are on this machine."""
     if rows is not None:
         check_batch(config.train.train_batch_size, rows, config.BATCH)
 

@@ -140,7 +140,7 @@ def set_threads(local_world_size: int) -> int:
     if threads > 1 and (load := os.getloadavg()[0]) > count_cores():
         get_logger().warning(
             "other programs use this machine (load %.0f on %d cores), and threads wait for each other: with "
-            "OMP_NUM_THREADS=1 a step on the CPU may take a tenth of the time", load, count_cores())
+            "OMP_NUM_THREADS=1 steps on the CPU may be several times faster", load, count_cores())
     return threads
 
 

@@ -18,7 +18,8 @@ from lightrft.preflight import planned
 from lightrft.preflight.cost import GIB, known_model, step_flops
 from lightrft.preflight.hardware import Device, Machine, UNKNOWN
 from lightrft.preflight.memory import memory, micro_batch_tokens
-from lightrft.preflight.planned import refuse_emulated_bf16, refuse_unlike_ranks, refuse_what_does_not_fit, settle
+from lightrft.preflight.planned import (check_lengths, refuse_emulated_bf16, refuse_unlike_ranks,
+                                        refuse_what_does_not_fit, settle)
 from lightrft.preflight.validate import changes
 from lightrft.strategy.memory import ModelSize
 from lightrft.trainer.session import settled
@@ -219,3 +220,28 @@ def test_one_byte_decides_whether_a_run_starts(tree, options, tmp_path):
             match=r"the run does not fit: .* in the phase backward, and .* are free; largest: activations .*; "
             "--.* brings it to "):
         refuse_what_does_not_fit(config, Machine(2, Device("H100", enough - 2, enough - 2)))
+
+
+@pytest.mark.parametrize("tree, name, given, trained", [(SFTConfig, "max_len", 4096, 512),
+                                                        (KDConfig, "max_len", 512, 512),
+                                                        (RMConfig, "max_len", 100, 100),
+                                                        (Config, "pretrain_max_len", 4096, 512)])
+def test_a_limit_of_rows_beyond_the_positions_of_the_model_is_lowered_to_them(tree, name, given, trained, tmp_path,
+                                                                              capsys):
+    path, lengths = model(tmp_path / "model"), {"prompt_max_len": 400, "generate_max_len": 112}
+    (file := tmp_path / "model" /
+     "config.json").write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
+    known = {"pretrain": path, name: given} | {word: most for word, most in lengths.items() if word in tree.LENGTHS}
+    config, provenance = build(tree, known), {}
+    for _ in range(2):
+        check_lengths(config, provenance)
+        assert flatten(config)[name] == trained
+    notice = f"--{name} {given}: the model has 512 positions" in (said := capsys.readouterr().err)
+    assert notice == (given > trained) == (name in provenance) and said.count("positions") == notice, "once"
+
+
+def test_responses_beyond_the_positions_are_refused(tmp_path):
+    config = build(Config, {"pretrain": model(tmp_path / "model"), "prompt_max_len": 10**6})
+    check_lengths(config, {}, refuses=False)
+    with pytest.raises(UserError, match="more than the .* positions"):
+        check_lengths(config, {})

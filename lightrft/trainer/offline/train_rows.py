@@ -3,8 +3,8 @@ from functools import partial
 from typing import Any
 
 from lightrft.config.cli import ParsedConfig
-from lightrft.models.config_json import check_context
 from lightrft.models.tokenizer import load_tokenizer
+from lightrft.preflight.planned import limit_rows
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.offline.offline_trainer import OfflineTrainer
@@ -18,7 +18,7 @@ def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[A
     with training_session(parsed, exits, TrialContext(trainer=trainer)) as session:
         path = config.model.pretrain
         fetch_once(session.strategy, config, data)
-        check_context(path, max_len=config.data.max_len)
+        limit_rows(config, parsed.provenance)
         tokenizer = load_tokenizer(path, data.chat_template)
         media = open_media(path, tokenizer, data, session.strategy)
         rows = trainer.read(config, tokenizer, "train", media)
