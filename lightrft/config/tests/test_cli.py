@@ -86,7 +86,7 @@ def test_the_ranks_of_the_launcher_of_deepspeed(monkeypatch: pytest.MonkeyPatch,
     before = torch.get_num_threads()
     parse_config(["--local_rank=1", "--seed", "3"])
     assert World.from_env() == World(3, 1, 4, 2)
-    assert os.environ["OMP_NUM_THREADS"] == "8" and torch.get_num_threads() == 8, "its share, as torch was loaded before"
+    assert os.environ["OMP_NUM_THREADS"] == "8" and torch.get_num_threads() == 8, "torch was loaded before"
     os.environ |= {"OMP_NUM_THREADS": "3", "RANK": "0"}
     parse_config(["--seed", "3"])
     assert os.environ.pop("OMP_NUM_THREADS") == "3" and not capsys.readouterr().err, "that of the user"
