@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
 from lightrft.config.tree import flatten, group_from_args, options
+from lightrft.utils.lightrft_names import answers_names
 
 _WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a collective
 
@@ -66,6 +67,7 @@ class LaunchConfig:
         return self.dist_timeout_s + _WATCHDOG_FIRST_S
 
 
+@answers_names
 @dataclass
 class StrategyConfig(LaunchConfig):
     """Distribution of the models over the ranks."""

@@ -22,6 +22,7 @@ from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local, own_slice,
                                          set_schedule_step, squared_norm)
+from lightrft.utils.lightrft_names import answers_names
 
 ADAPTER_BUCKET_BYTES = 64 << 20
 
@@ -81,6 +82,7 @@ def trained(prepared: Prepared) -> LocalAdamW:
     return prepared.optimizer
 
 
+@answers_names
 class StrategyBase(ABC):
     """Process group, placement, gradients, collectives and state of models.
 

@@ -8,8 +8,9 @@ import sys
 from collections import Counter
 from collections import defaultdict
 from importlib import import_module
+from itertools import product
 from pathlib import Path
-from pkgutil import resolve_name
+from pkgutil import iter_modules, resolve_name
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lightrft.config.tree import flatten, options
 from lightrft.models.loss import PolicyLoss
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.workers.user_file import scorer_of
+from lightrft.strategy import FakeStrategy
 from lightrft.tests.support import tiny
 from lightrft.tests.support.lightrft_flags import Asked, FLAGS
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
@@ -208,15 +210,30 @@ def test_names_of_ours_in_the_tables_resolve() -> None:
 
 @pytest.mark.parametrize("home", [home for home in NAMES if home.startswith("lightrft.")])
 def test_an_import_of_a_name_that_is_another_one_here_says_so(home: str) -> None:
-    for name, ours in NAMES[home].items():
-        with pytest.raises(ImportError, match=f"'{name}' from '{home}', a name of LightRFT; here: {re.escape(ours)}"):
-            exec(f"from {home} import {name}")
+    """From the package, from a module of it here, and from one that has another path here."""
+    modules = [f"{home}.{module.name}" for module in iter_modules(import_module(home).__path__) if not module.ispkg][:1]
+    modules += [module for module in MODULES if module.startswith(f"{home}.")][:1]
+    for module, (name, ours) in product([home, *modules], NAMES[home].items()):
+        if name in vars(import_module(module)):  # it imports that of ours
+            continue
+        with pytest.raises(ImportError, match=f"'{name}' from '{module}', a name of LightRFT; here: {re.escape(ours)}"):
+            exec(f"from {module} import {name}")
+
+
+@pytest.mark.parametrize("home", [home for home in NAMES if not home.startswith("lightrft.")])
+def test_an_attribute_that_is_another_one_here_says_so(home: str) -> None:
+    package = "lightrft.strategy" if home.startswith("Strategy") else "lightrft.trainer"
+    classes = [resolve_name(f"{package}.{home}"), *([FakeStrategy()] if home == "StrategyBase" else [])]
+    for owner, (name, ours) in product(classes, NAMES[home].items()):
+        with pytest.raises(AttributeError, match=f".{name} is a name of LightRFT; here: {re.escape(ours)}$"):
+            getattr(owner, name)
 
 
 def test_a_module_that_has_another_path_here_imports_as_ours() -> None:
     for theirs, ours in MODULES.items():
-        if not theirs.startswith(("lightrft.strategy.fsdp.", "lightrft.strategy.deepspeed.")):
-            import_module(theirs)
+        module = import_module(theirs)
+        names = [name for name in vars(import_module(ours)) if name[0] != "_"]
+        assert all(getattr(module, name) is getattr(import_module(ours), name) for name in names[:1])
     from lightrft.models.actor_language import ActorLanguage
     assert resolve_name("lightrft.models.actor_vl.ActorVL") is ActorLanguage
     assert resolve_name("lightrft.utils.ensure_video_input_available")() is None
@@ -224,6 +241,8 @@ def test_a_module_that_has_another_path_here_imports_as_ours() -> None:
         exec("from lightrft.models.srm_vl import ScalarRewardModelVL")
     with pytest.raises(ImportError, match="'nothing' from 'lightrft.utils.processor', a module of LightRFT; here: lig"):
         exec("from lightrft.utils.processor import nothing")
+    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'lightrft.models.loss' .*loss.py"):
+        exec("from lightrft.models.loss import nothing")
     with pytest.raises(ModuleNotFoundError, match="No module named 'lightrft.models.nosuch'"):
         import_module("lightrft.models.nosuch")
 

@@ -28,6 +28,7 @@ from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, rewa
 from lightrft.trainer.scores import on_tokens, RewardTable, ScoredSample, spread_steps
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Experience, MediaSource, Prompt, Sample
+from lightrft.utils.lightrft_names import answers_names
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
@@ -198,6 +199,7 @@ class Rollout:
         return self.shards.exp
 
 
+@answers_names
 class FastExperienceMaker:
     """Runs the stages of one rollout, in order.
 

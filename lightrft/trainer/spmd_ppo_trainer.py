@@ -45,6 +45,7 @@ from lightrft.trainer.run_log import RolloutLog
 from lightrft.trainer.samples import reward_input
 from lightrft.types import MediaSource, Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.lightrft_names import answers_names
 from lightrft.utils.timer import Timer
 
 
@@ -208,6 +209,7 @@ def _overlapped(config: Config, strategy: StrategyBase, logprobs: LogprobPass, t
                             timer) if rollout.overlap_passes else None
 
 
+@answers_names
 class SPMDPPOTrainer(PPOTrainer):
     """Trainer of a run: ``SPMDPPOTrainer(config, strategy, models, tokenizer, prompts, eval_prompts).fit()``.
 
