@@ -1,5 +1,5 @@
 # make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | chain | newest | oracles | peers | gpu | gpu-reduced
-#      format | fcheck | docs | docs-live | dbuild | dpush | constraints
+#      gpu-image | format | fcheck | docs | docs-live | dbuild | dpush | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -21,7 +21,7 @@ IMAGE_NAME ?= lightrft:$(VERSION)$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain newest oracles peers gpu gpu-reduced format fcheck docs docs-live dbuild dpush constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -90,6 +90,11 @@ gpu-reduced: $(if $(PYTHON),,$(DEV) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.i
 	PYTHONPATH="$(VENV)/oracles:$(if $(filter sglang,$(ENGINE)),lightrft/tests/support/sglang_cpu_shim:)$$PYTHONPATH" \
 	  $(or $(PYTHON),$(REDUCED)/bin/python) -m benchmarks.gpu --reduced $(if $(OUT),--out "$(OUT)") $(ARGS)
 
+# The Python of a machine without a network, for a short stay on its GPU: what measures there can be tried here first.
+IMAGE := $(VENV)-gpu-image
+gpu-image: $(IMAGE)/.installed
+	@echo "Measure with it: make gpu-reduced PYTHON=$(IMAGE)/bin/python"
+
 format: $(DEV)
 	$(BIN)/yapf --in-place --recursive --parallel $(wildcard $(SOURCES))
 
@@ -153,6 +158,11 @@ $(GPU)/.installed: constraints/$(ENGINE).txt requirements-oracles.txt requiremen
 	$(GPU)/bin/python -m pip install --quiet -c constraints/$(ENGINE).txt -e ".[$(ENGINE),deepspeed,liger]" \
 	  $(shell grep -hE "^pytest(-timeout)?==" requirements-dev.txt)
 	$(GPU)/bin/python -m pip install --quiet --no-deps $(shell grep -h ^trl== requirements-oracles.txt)
+	@touch $@
+
+$(IMAGE)/.installed: requirements-gpu-image.txt
+	$(or $(PYTHON),python3.12) -m venv $(IMAGE)
+	$(IMAGE)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r requirements-gpu-image.txt
 	@touch $@
 
 $(VENV)/oracles/.installed: requirements-oracles.txt | $(DEV)

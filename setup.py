@@ -12,7 +12,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightrft" / "__init__.py")
 
 CORE = [
     "torch>=2.11,<2.15", "transformers>=5.17,<5.25", "tokenizers>=0.22,<0.24", "safetensors>=0.5,<0.9",
-    "accelerate>=1.10,<1.16", "peft>=0.18,<0.22", "datasets>=4.0,<6", "math-verify>=0.8,<0.10", "numpy>=2.0,<2.5",
+    "accelerate>=1.10,<1.16", "peft>=0.18,<0.22", "datasets>=4.0,<6", "math-verify>=0.8,<0.10", "numpy>=2.0,<2.6",
     "pyarrow>=19,<27", "matplotlib>=3.8,<4", "tensorboard>=2.18,<3", "tqdm>=4.66,<5", "rich>=13,<16", "pyyaml>=6.0,<7",
     "jinja2>=3.1,<4", "requests>=2.31,<3", "cloudpickle>=3.0,<4", "pandas>=2.2,<4"
 ]

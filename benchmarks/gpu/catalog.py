@@ -91,7 +91,7 @@ MEASUREMENTS = (
     Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
     Measurement("run-hf-0.5b-fsdp2", "rollout:run", STEP + ENGINE, 90, Setting(strategy="fsdp")),
     Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
-    Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", )),
+    Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", "datasets")),
     _run("7b", "vllm", 300, reduced=False),
     Measurement("doctor", "machine:doctor", (DOCTOR, ), 40),
     _run("7b", "vllm", 300, tp=2),

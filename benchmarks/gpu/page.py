@@ -24,15 +24,30 @@ process: one that fails is listed below with its error, and the others still run
 `make gpu-reduced` runs the same code on a CPU with tiny shapes (with `ENGINE=sglang` that of SGLang), and so do the
 tests.
 
-`make gpu PYTHON=python3` uses an existing Python and installs nothing. A machine without a network takes packages that
-it lacks from wheels. Download them elsewhere, for the Python of that machine, and name their folder:
+`make gpu PYTHON=python3` uses an existing Python and installs nothing.
+
+## A short stay without a network
+
+A machine without a network takes the packages that it lacks from wheels. Download them elsewhere, for the Python of
+that machine, into `.whl` in the repository. Git ignores that folder, so copy it with the repository:
 
 ```bash
-pip download --no-deps -d wheels --python-version 3.12 --only-binary :all: liger-kernel==0.8.5 trl==1.16.0 \\
+pip download --no-deps -d .whl --python-version 3.12 --only-binary :all: liger-kernel==0.8.5 trl==1.16.0 \\
   datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 math-verify==0.9.0 latex2sympy2-extended==1.11.0 \\
   antlr4-python3-runtime==4.13.2
-python3 -m benchmarks.gpu --minutes 8 --wheels wheels --out results  # there, in the repository
 ```
+
+There, this line measures for eight minutes. The same line again, in the same repository, continues. Where the folder
+`OUT` is set, both files are copied to it:
+
+```bash
+python3 -m benchmarks.gpu --minutes 8 --wheels .whl --out runs/gpu; [ -z "$OUT" ] || cp runs/gpu/gpu.* "$OUT"
+```
+
+`make gpu-image` builds an environment like the one of such a machine, for a try on CPUs: Python 3.12, torch 2.11,
+transformers 5.17 and numpy 2.5, without engines (`make gpu-reduced PYTHON=.venv-gpu-image/bin/python`).
+
+## The models
 
 The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
 deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The 7B and the VL model train LoRA adapters

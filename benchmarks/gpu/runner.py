@@ -33,6 +33,7 @@ ERROR_LINES = 25  # of the output of a failed measurement
 LEAST_MINUTES = 4.0
 START_S = 20.0  # a shorter rest is left alone: it would import torch and end
 END_S = 2 * GRACE_S + 3  # to end a measurement and to write the page
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Runner:
@@ -112,10 +113,11 @@ class Runner:
         return [sys.executable, *(launcher if measurement.ranks > 1 else []), *child, *words]
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment of a measurement: the repository can be imported without being installed."""
+        """Return the environment of a measurement: the repository can be imported without being installed, no hub is
+        asked for what is not here, and the end of the output is there when the measurement is ended."""
         path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.reduced else {}
-        return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | on_cpu
+        return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), **ENVIRONMENT} | on_cpu
 
 
 def error_text(why: str, log: Path) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "transformers", "vllm", "sglang", "flash_attn", "deepspeed", "trl", "liger_kernel")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "sglang", "flash_attn", "deepspeed", "trl",
+            "liger_kernel")
 STATUS = ("ok", "failed", "cut")  # cut: ended with the call; the next one runs it again
 Row = dict[str, Any]  # column -> text, number or None
 Tables = dict[str, list[Row]]

@@ -1,5 +1,6 @@
 """The runner of ``make gpu`` and its page: a call of any length, what fails or hangs, and what a second call does."""
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
     assert {name: record.status
             for name, record in records.items()} == {"bad": "failed", "hanging": "failed", "good": "ok"}
     assert "RuntimeError: out of everything" in records["bad"].error and records["bad"].error.startswith("exit code 1")
-    assert records["hanging"].error.startswith("ended after 16 s")
+    assert records["hanging"].error.startswith("ended after 16 s") and "\nrank 1 hangs" in records["hanging"].error
     assert records["hanging"].seconds < 60
     assert all(record.tables == {"Doctor": [{"size": "0.5b", "reduced": True}]} for record in records.values())
     nothing_is_left(tmp_path / "models")
@@ -190,7 +191,7 @@ def test_the_page_shows_the_stored_results():
 
 
 def test_wheels_are_imported_by_this_process_and_by_measurements(tmp_path):
-    """As docs/gpu.md unpacks them on a machine without a network; without one it says how to get them."""
+    """As on a machine without a network; the folder without a wheel is an error that says how to get them."""
     with pytest.raises(SystemExit, match="no wheel .* pip download"), gpu_runner.unpacked(tmp_path):
         pass
     info = "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n"
@@ -203,6 +204,27 @@ def test_wheels_are_imported_by_this_process_and_by_measurements(tmp_path):
     with gpu_runner.unpacked(tmp_path):
         assert find_spec("carried") and subprocess.run(child, check=False).returncode == 0
     assert not find_spec("carried") and subprocess.run(child, check=False, capture_output=True).returncode == 1
+
+
+def test_the_line_of_a_short_stay_keeps_its_files_and_copies_them(tmp_path):
+    """As docs/gpu.md prints it, in a folder like the repository; here it only renders what an earlier call measured."""
+    line, = re.findall(r"^python3 -m benchmarks\.gpu .*", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(line) < 1900
+    Store(tmp_path / "runs" / "gpu" /
+          "gpu.json").write(Record("doctor", "ok", {"Doctor": [{"verdict": "fine"}]}, machine={"device": "H200"}))
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" --render\n', encoding="utf-8")
+    python.chmod(0o755)
+    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for out in ("", str(tmp_path / "out")):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        run = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment | {"OUT": out}, capture_output=True,
+                             text=True, check=True, timeout=60)
+        assert "| `doctor` | fine |" in run.stdout
+        files = ["gpu.json", "gpu.md"]
+        assert sorted(file.name for file in (tmp_path / "runs" / "gpu").iterdir()) == files
+        assert sorted(file.name for file in (tmp_path / "out").iterdir()) == (files if out else [])
 
 
 def test_the_summary_is_short_and_begins_with_figures():

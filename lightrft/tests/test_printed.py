@@ -52,6 +52,7 @@ ELSEWHERE = {
     ("examples/conditional_sft/README.md", "bash", ""): "tests/test_rounds.py",
     ("examples/openrlhf/README.md", "bash", ""): "tests/test_openrlhf_loops.py",
     ("docs/gpu.md", "bash", "pip download"): "tests/test_gpu_runner.py",
+    ("docs/gpu.md", "bash", "python3 -m benchmarks.gpu"): "tests/test_gpu_runner.py",
     ("examples/trainers/README.md", "bash", ""): "tests/test_trainer_examples.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
     ("docs/coming_from.md", "python", "import argparse\n"): "tests/test_from_lightrft.py",

@@ -50,6 +50,7 @@ def hanging(setting: Any) -> Iterator[dict[str, list[dict[str, Any]]]]:
     rank, folder = os.environ.get("RANK", "0"), Path(setting.models)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if rank == "1" else lambda *_: sys.exit())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(f"rank {rank} hangs")
     (folder / f"pids-{rank}").write_text(f"{os.getpid()} {child.pid}", encoding="utf-8")
     try:
         time.sleep(600)
