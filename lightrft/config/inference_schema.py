@@ -9,7 +9,7 @@ from typing import Any
 from lightrft.config.engines import EngineConfig
 from lightrft.config.options import NON_NEGATIVE, option, POSITIVE
 from lightrft.config.reward_schema import RewardConfig, ScoringConfig
-from lightrft.config.run_folders import model_of
+from lightrft.config.run_folders import model_of, named_model_of
 from lightrft.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from lightrft.config.shared_schema import LaunchConfig, StrategyConfig, Tree
 from lightrft.config.tree import group
@@ -49,7 +49,7 @@ class ScoreConfig(ScoringConfig):
         parts = ["rm" if len(models) == 1 else f"rm{i}" for i in range(1, len(models) + 1)]  # of those without a name
         weights = [f"{path.rpartition('=')[0] or part}={weight}" for (path, weight), part in zip(models, parts)]
         return RewardConfig(**shared(ScoringConfig, self), reward=names + weights,
-                            reward_pretrain=[model_of(path) for path, _ in models], remote_rm_url=self.urls)
+                            reward_pretrain=[named_model_of(path) for path, _ in models], remote_rm_url=self.urls)
 
 
 def _model_of(entry: str) -> tuple[str, str] | None:

@@ -16,6 +16,12 @@ def model_of(path: str) -> str:
     return str(Path(path) / EXPORT) if is_run else path
 
 
+def named_model_of(entry: str) -> str:
+    """Do the same for ``path`` or ``name=path``."""
+    name, equals, path = entry.rpartition("=")
+    return f"{name}{equals}{model_of(path)}"
+
+
 def with_models_of_runs(tree: type, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of options with models in place of runs, and log each.
 
@@ -32,8 +38,9 @@ def with_models_of_runs(tree: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(entry: str, flag: str) -> str:
-    name, equals, path = entry.rpartition("=")
-    model = model_of(path)
-    if model != path:
-        get_logger().info("%s %s: the folder of a run; its model in %s is read", flag, path, model)
-    return f"{name}{equals}{model}"
+    model = named_model_of(entry)
+    if model != entry:
+        get_logger().info("%s %s: the folder of a run; its model in %s is read", flag,
+                          entry.rpartition("=")[2],
+                          model.rpartition("=")[2])
+    return model

@@ -172,7 +172,8 @@ def test_the_folder_of_a_run_is_its_model(tmp_path: Path, capsys: pytest.Capture
     assert (config.model.pretrain, config.model.ref_pretrain) == (f"{run}/hf", model)
     assert config.model.teacher_model == unfinished and config.reward.reward_pretrain == [f"a={run}/hf", "org/b"]
     assert f"--pretrain {run}: the folder of a run; its model in {run}/hf is read" in capsys.readouterr().err
-    given = parse_config(["--pretrain", run, model, "--score", f"{run}=0.5"], tree=EvaluateConfig).config
+    given = parse_config(["--pretrain", run, model, "--score", f"{run}=0.5", f"b={run}=0.5"],
+                         tree=EvaluateConfig).config
     rewards = given.score.as_reward_config()
-    assert given.model.pretrain == [f"{run}/hf", model] and rewards.reward_pretrain == [f"{run}/hf"]
+    assert given.model.pretrain == [f"{run}/hf", model] and rewards.reward_pretrain == [f"{run}/hf", f"b={run}/hf"]
     assert parse_keywords({"pretrain": run}, KTOConfig).config.model.pretrain == f"{run}/hf"
