@@ -4,8 +4,9 @@
 
 The trainer starts one vLLM engine for the quickstart's warmed-up model; an ``LLM`` object wraps that same engine. Every
 round generates the same requests both ways, in alternating order: through the maker (requests, decoding, submitting to
-the rewards, samples) and bare. ``n per prompt`` is ``LLM.generate`` with one request of n samples for each prompt; its
-responses differ. Times are CPU-seconds of this process, which vary less between rounds than wall time does.
+the rewards, samples) and bare. Three further ways are bare too, with other responses: ``n per prompt`` has one request
+of n samples for each prompt, ``no seeds`` draws from vLLM's global generator, ``no log-probs`` returns none either.
+Times are CPU-seconds of this process, which vary less between rounds than wall time does.
 """
 import argparse
 import statistics
@@ -44,7 +45,7 @@ def llm_around(native: Any, path: str) -> Any:
 
 
 class Ways:
-    """Three ways to generate the same prompts; each returns the number of its tokens."""
+    """Ways to generate the same prompts; each returns the number of its tokens."""
 
     def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list
@@ -65,8 +66,22 @@ class Ways:
 
     def bare(self) -> int:
         """Generate with one request per sample, as the trainer's engine makes them."""
+        return self._single()
+
+    def unseeded(self) -> int:
+        """Generate with one request per sample, none of which has a seed."""
+        return self._single(seed=None)
+
+    def tokens_only(self) -> int:
+        """Generate with one request per sample, without seeds and log-probs."""
+        return self._single(seed=None, logprobs=None)
+
+    def _single(self, **changes: Any) -> int:
         jobs = [({"prompt_token_ids": request.token_ids}, self._native(seed)) for request in self.requests
                 for seed in request.seeds]
+        for _, native in jobs:
+            for name, value in changes.items():
+                setattr(native, name, value)
         return self._generate(*zip(*jobs))
 
     def grouped(self) -> int:
@@ -98,7 +113,8 @@ def measure(trainer: SPMDPPOTrainer, prompts: list[Prompt], path: str, rounds: i
     """Run the rounds and return the table."""
     trainer.sync_weights(0)
     ways = Ways(trainer.maker, prompts, llm_around(trainer.engine.native, path))
-    names = {"trainer": ways.trainer, "bare, one request per sample": ways.bare, "bare, n per prompt": ways.grouped}
+    names = {"trainer": ways.trainer, "bare, one request per sample": ways.bare, "bare, n per prompt": ways.grouped,
+             "bare, no seeds": ways.unseeded, "bare, no seeds, no log-probs": ways.tokens_only}  # yapf: disable
     costs: dict[str, list[float]] = {name: [] for name in names}
     tokens: dict[str, int] = {}
     for number in range(rounds + 1):  # the first one warms up

@@ -174,6 +174,14 @@ def test_more_than_128_sequences_run_at_once(wide):
     assert max(running) > 190 and scheduler.max_num_running_reqs == 256
 
 
+def test_with_cuda_seeds_cost_no_call_per_request(rig, monkeypatch):
+    """vLLM's second runner, which needs Triton, draws for all requests at once, from their seeds and positions; the
+    first calls a generator per request and token. Nothing that the trainer asks for sends vLLM back to the first."""
+    for triton in (False, True):
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", triton)
+        assert rig.vllm.native.vllm_config.use_v2_model_runner is triton
+
+
 def test_arguments_of_its_own_must_exist(tmp_path):
     with pytest.raises(ValueError,
                        match="--engine_args max_logprob: vLLM has no such argument .did you mean max_logprobs"):
