@@ -50,7 +50,8 @@ def export(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     """
     from lightrft.models.loader import load_actor
     from lightrft.models.tokenizer import load_tokenizer
-    from lightrft.strategy.checkpoint import CheckpointManager, marker, read_global
+    from lightrft.strategy.checkpoint import CheckpointManager, read_global
+    from lightrft.strategy.checkpoint_folders import marker
     from lightrft.strategy.strategy import get_strategy
     from lightrft.trainer.run_log import RunLog
     path = _step_folder(checkpoint)
@@ -84,7 +85,7 @@ def check_empty(out: Path) -> None:
 
 def _step_folder(checkpoint: Path) -> Path:
     """Return the complete checkpoint that ``checkpoint`` is, or the newest one below it."""
-    from lightrft.strategy.checkpoint import fault, MARKER, newest
+    from lightrft.strategy.checkpoint_folders import fault, MARKER, newest
     if (checkpoint / MARKER).exists() or checkpoint.name.startswith("step_"):
         if reason := fault(checkpoint):
             raise UserError(f"{checkpoint} is not a complete checkpoint: {reason}")

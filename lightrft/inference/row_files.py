@@ -108,7 +108,12 @@ def _rank_files(folder: Path) -> list[Path]:
 
 def _of_another_run(folder: Path, wanted: Mapping[str, Any]) -> UserError | None:
     """Return the error of a folder of a run with another identity than the ``wanted`` one."""
-    saved = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+    try:
+        saved = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+    except ValueError as error:
+        return UserError(
+            f"{folder / IDENTITY}: is damaged ({error}), so nothing says of which run the rows in the folder "
+            "are. Remove the folder")
     others = [f"{name} {show(wanted.get(name))} (was {show(saved.get(name))})"
               for name in [*saved, *wanted] if saved.get(name) != wanted.get(name)]  # yapf: disable
     return UserError(f"{folder} holds an unfinished run with other options or data: "

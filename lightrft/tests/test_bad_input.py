@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import BertConfig, T5Config
 
-from lightrft.strategy.checkpoint import folders, newest
+from lightrft.strategy.checkpoint_folders import folders, newest
 from lightrft.tests.support import bad_input, tiny
 from lightrft.tests.support.bad_input import assert_refused, options_of, refused, steps, write_reward
 from lightrft.tests.support.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans

@@ -47,6 +47,9 @@ def test_rows_of_another_run_are_refused(opened, tmp_path):
     files.close()
     with pytest.raises(UserError, match="--temperature 0.5 .was 1.*Finish it with those, or remove the folder"):
         opened(**{"--temperature": 0.5, "the data": "3 rows"})
+    (tmp_path / "parts" / "identity.json").write_text('{"--temp', encoding="utf-8")
+    with pytest.raises(UserError, match="identity.json: is damaged .*Remove the folder"):
+        opened(**{"--temperature": 1.0, "the data": "3 rows"})
 
 
 def test_a_folder_without_an_identity_does_not_count(opened, tmp_path):

@@ -14,9 +14,11 @@ import torch
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared
-from lightrft.strategy.checkpoint import CheckpointManager, fault, folders, MARKER, newest
+from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.checkpoint_folders import fault, folders, MARKER, newest
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
+from lightrft.utils.errors import UserError
 
 
 @pytest.fixture(name="actor", scope="module")
@@ -107,6 +109,19 @@ def test_incomplete_is_skipped_for_the_one_before(harm, text, tmp_path, actor, c
     save(one, actor, 3)  # a damaged one does not disturb the rotation
     save(one, actor, 2)  # the run gets there again
     assert one.latest() == tmp_path / "step_000003" and fault(tmp_path / "step_000002") is None
+
+
+def test_a_run_does_not_start_over_where_no_checkpoint_is_complete(tmp_path, actor) -> None:
+    one = manager(tmp_path)
+    save(one, actor, 1)
+    save(one, actor, 2)
+    _no_object(tmp_path / "step_000001")
+    _lost_file(tmp_path / "step_000002")
+    with pytest.raises(UserError,
+                       match="step_000002: global.pt is missing; step_000001: .*no checkpoint.*drop --load_ch"):
+        one.latest()
+    with pytest.raises(UserError, match="step_000001: is one checkpoint. Name the folder that it is in"):
+        manager(tmp_path / "step_000001").latest()
 
 
 def test_nothing_there(tmp_path: Path) -> None:

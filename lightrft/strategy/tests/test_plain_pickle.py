@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from lightrft.cli.convert import convert
 from lightrft.config.schema import StrategyConfig
-from lightrft.strategy.checkpoint import CheckpointManager, complete, read_global
+from lightrft.strategy.checkpoint import CheckpointManager, read_global
+from lightrft.strategy.checkpoint_folders import complete
 from lightrft.strategy.foreign_checkpoints import open_checkpoint
 from lightrft.strategy.plain_pickle import load_plain, load_state, loads_are_plain, PlainUnpickler
 from lightrft.strategy.strategy import get_strategy

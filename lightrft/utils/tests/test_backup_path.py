@@ -1,5 +1,5 @@
 """Nothing of an earlier run is lost."""
-from lightrft.strategy.checkpoint import back_up
+from lightrft.strategy.checkpoint_folders import back_up
 from lightrft.utils.sinks import backup_path
 
 
