@@ -19,7 +19,7 @@ from lightrft.config.schema import Config
 from lightrft.config.synonyms import in_own_flags
 from lightrft.config.tree import RESERVED, build, options
 from lightrft.config.verl_words import refusal_of_verl
-from lightrft.utils.errors import did_you_mean, ExpectedError, leave_error, UserError
+from lightrft.utils.errors import at_prompt, did_you_mean, ExpectedError, leave_error, UserError
 from lightrft.utils.launcher import adopt_launcher
 from lightrft.utils.logging import silent
 
@@ -200,11 +200,14 @@ def _independent(further: Iterable[str], problems: list[str], provenance: Proven
 def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
     """Turn a :class:`UserError` into one message (of one rank per machine) and exit code 2.
 
-    The message goes to stderr, or under torchrun to the end of its report.
+    The message goes to stderr, or under torchrun to the end of its report. In a session at a prompt, which would end,
+    the error is raised.
     """
     try:
         yield
     except UserError as error:
+        if at_prompt():
+            raise
         speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
         text = f"{prog or os.path.basename(sys.argv[0])}: error: {error}"
         if not leave_error(text, speaks) and speaks:
@@ -251,6 +254,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
 
     Raises:
         SystemExit: 2 with every problem on stderr; 0 after ``--help``.
+        ConfigError: in place of the 2, in a session at a prompt.
     """
     adopt_launcher()
     with exit_on_config_error(prog):

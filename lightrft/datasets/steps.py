@@ -17,6 +17,7 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+from lightrft.datasets.token_texts import decode_behind
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -168,9 +169,12 @@ def encode_steps(prompts: list[tuple[str, list[int]]], steps: list[list[str]], f
 
     Texts are tokenized one by one: the first step behind its prompt, as an answer is, and the others without a blank
     that a tokenizer puts before every text. So the tokens of a step do not depend on what follows it, and the
-    placeholder is always a token of its own. The mask is True on these placeholders.
+    placeholder is always a token of its own; where its token has a blank, as in the Metaspace kind, a step does not end
+    with that blank. The mask is True on these placeholders.
     """
     placeholder, examples = form.placeholder_id(renderer.tokenizer), list[Encoded]()
+    if _has_blank(placeholder, form, renderer):
+        steps = [[text.removesuffix(" ") for text in texts] for texts in steps]
     first = renderer.encode_after([text for text, _ in prompts], [(each or [""])[0] for each in steps])
     others = iter(renderer.encode_inside([text for texts in steps for text in texts[1:]]))
     for (_, head), (begun, _), texts in zip(prompts, first, steps):
@@ -179,6 +183,13 @@ def encode_steps(prompts: list[tuple[str, list[int]]], steps: list[list[str]], f
         ends = {len(head) + end for end in accumulate(len(piece) + 1 for piece in pieces)}
         examples.append((ids, [i + 1 in ends for i in range(len(ids))]))
     return examples
+
+
+def _has_blank(placeholder: int, form: StepFormat, renderer: Renderer) -> bool:
+    """Return True if the placeholder's token writes a blank that ``form.placeholder_token`` does not begin with."""
+    (mark, ) = renderer.encode_inside(["="])
+    (text, ) = decode_behind(renderer.tokenizer, [(mark, [placeholder])])
+    return text.startswith(" ") and not form.placeholder_token.startswith(" ")
 
 
 class StepDataset(TokenizedDataset[StepExample]):

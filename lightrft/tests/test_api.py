@@ -114,13 +114,16 @@ def test_an_expected_error_that_is_not_caught_is_one_line(tmp_path):
 
 
 def test_an_error_does_not_end_a_prompt(tmp_path):
-    """Neither that of a program run by ``python -i``, nor that of a line typed after it."""
+    """Neither that of a program run by ``python -i``, nor that of a line typed after it, which may be a command."""
     (tmp_path / "first.py").write_text("from lightrft import GRPO\nGRPO('model', gama=1)")
-    typed = "GRPO('model', lamda=1)\nprint('still', 'here')\n"
+    typed = (
+        "GRPO('model', lamda=1)\nfrom lightrft.cli.main import main\nfrom lightrft.config.cli import parse_config\n"
+        "parse_config(['--lamba', '1'])\nmain(['sft', '--packd'])\nprint('still', 'here')\n")
     done = subprocess.run([sys.executable, "-i", "first.py"], input=typed, cwd=tmp_path, capture_output=True, text=True,
                           timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)})  # yapf: disable
-    told = [word for word in ("gama", "lamda") if f"ConfigError: unknown key {word}" in done.stderr]
-    assert told == ["gama", "lamda"]
+    for words in ("key gama", "key lamda", "flag --lamba", "flag --packd"):
+        assert f"unknown {words}" in done.stderr
+    assert done.stderr.count("ConfigError") == 4
     assert done.stdout.strip() == "still here" and done.returncode == 0 and "SystemExit" not in done.stderr
 
 

@@ -27,7 +27,7 @@ from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.trial import DEFAULT, TrialContext, try_inputs
 from lightrft.utils.env import World, seed_everything, used_memory_gib
-from lightrft.utils.errors import disk_full_is_expected, ExpectedError, leave_error, UserError
+from lightrft.utils.errors import at_prompt, disk_full_is_expected, ExpectedError, leave_error, UserError
 from lightrft.utils.gpu import rank_device
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
@@ -105,10 +105,12 @@ def _settled_as(strategy: StrategyBase, made: StrategyBase) -> StrategyBase:
 
 @contextmanager
 def _one_line(watchdog: Watchdog) -> Iterator[None]:
-    """Turn an expected error into one line and its exit code; only one rank reports it."""
+    """Turn an expected error into one line and its exit code; only one rank reports it. At a prompt it is raised."""
     try:
         yield
     except ExpectedError as error:
+        if at_prompt():
+            raise
         if not leave_error(str(error), watchdog.speaks, stop_requested) and watchdog.speaks:
             get_logger().error(str(error))
         raise SystemExit(error.exit_code) from None

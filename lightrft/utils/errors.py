@@ -50,14 +50,14 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackT
     if not isinstance(error, ExpectedError):
         sys.__excepthook__(kind, error, trace)
         return
-    if _at_prompt():
+    if at_prompt():
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {error}\n")
     raise SystemExit(error.exit_code)
 
 
-def _at_prompt() -> bool:
+def at_prompt() -> bool:
     """Return True if this program is a prompt (REPL), or becomes one after its end: ``python -i``, PYTHONINSPECT."""
     return hasattr(sys, "ps1") or bool(sys.flags.inspect) or bool(os.environ.get("PYTHONINSPECT"))
 

@@ -137,3 +137,15 @@ def test_no_blank_comes_before_a_step(row, prompt):
     example = StepDataset(StepDataConfig(train_data=[hold_rows([row])], **form), tokenizer)[0]
     steps = ["2", "<E>", "\n", "2", ".", "0", "<E>"]
     assert tokenizer.convert_ids_to_tokens(example.token_ids) == tokenizer.tokenize(prompt) + steps
+
+
+@pytest.mark.parametrize("row", [
+    {"input": "1+1? a [\nb [", "label": "1+1? a <U>\nb <A>"},
+    {"prompt": "1+1? ", "completions": ["a ", "b "], "labels": ["<U>", "<A>"]},
+])  # yapf: disable
+def test_a_placeholder_with_a_blank_of_its_own_follows_no_other(row):
+    """Rows of Math-Shepherd with the tokenizer of Llama 2: the tokens are those of the whole text."""
+    tokenizer, form = metaspace(), {"placeholder_token": "[", "reward_tokens": ["<U>", "<A>"]}
+    (example, ) = StepDataset(StepDataConfig(train_data=[hold_rows([row])], max_len=99, **form), tokenizer)
+    assert example.token_ids == tokenizer("1+1? a [\nb [").input_ids and example.labels == (1.0, 0.0)
+    assert tokenizer.convert_ids_to_tokens(example.token_ids).count("▁") == 2, "before 1 and a"
