@@ -1,6 +1,7 @@
 # Sourced by the scripts of reinforcement learning: the rollout engine, and `train PROGRAM FLAGS...`, which starts the
 # ranks with the variables of those scripts as flags.
 source "$(dirname "${BASH_SOURCE[0]}")/torchrun.sh" # NNODES, NPROC, PYTHON ...
+source "$(dirname "${BASH_SOURCE[0]}")/data.sh"     # split_of
 
 # The default of ENGINE: vLLM where it is installed.
 installed_engine() {
@@ -16,11 +17,11 @@ installed_engine() {
 ENGINE=${ENGINE:-$(installed_engine)}
 
 # Every run script sets these variables; its own FLAGS follow, and win. Without TRAIN_DATA and EVAL_DATA the folder DATA
-# has the files of both splits.
+# has the rows of both splits.
 train() {
   launch "$1" \
     --pretrain "$MODEL" --save_path "$SAVE" \
-    --prompt_data "${TRAIN_DATA:-$DATA/train.parquet}" --eval_data "${EVAL_DATA:-$DATA/test.parquet}" \
+    --prompt_data "${TRAIN_DATA:-$(split_of "$DATA" train)}" --eval_data "${EVAL_DATA:-$(split_of "$DATA" test)}" \
     --train_batch_size "$TBS" --rollout_batch_size "$RBS" --n_samples_per_prompt "$N_SAMPLES" \
     --micro_train_batch_size "$MICRO_TRAIN" --micro_rollout_batch_size "$MICRO_ROLLOUT" \
     --num_episodes "$EPISODES" --prompt_max_len "$PROMPT_MAX_LEN" --generate_max_len "$GENERATE_MAX_LEN" \

@@ -19,11 +19,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 
 rounds() {
   source examples/quickstart/teacher.sh
+  source examples/data.sh
   if [[ ! "$MODEL" ]]; then careless_teacher; fi
   local lengths="--prompt_max_len $PROMPT_MAX_LEN --generate_max_len $GENERATE_MAX_LEN --engine_type $ENGINE --seed $SEED"
   exec "$PYTHON" examples/rounds.py --model "${MODEL:-$OUT/sft/hf}" --out "$OUT" --rounds "$ROUNDS" \
     --prompts "$PROMPTS" --nproc "$NPROC" --trained "${TRAINED:-}" \
-    --generate "--prompt_data '${DATA:-$OUT/data}/train.parquet' --best_of_n $N_SAMPLES --score '$SCORE' \
+    --generate "--prompt_data '$(split_of "${DATA:-$OUT/data}" train)' --best_of_n $N_SAMPLES --score '$SCORE' \
       --post_processor $1 $lengths ${GENERATE_ARGS:-}" \
     --train "$2 --train_batch_size $TBS --max_epochs $EPOCHS --learning_rate $LR \
       --max_len $((PROMPT_MAX_LEN + GENERATE_MAX_LEN)) --seed $SEED --save_steps $SAVE_STEPS --max_ckpt_num 1 \

@@ -65,7 +65,7 @@ class RewardConfig(ScoringConfig):
         [], "SOURCE:part=weight+part=weight: reward parts for the rows with this label or data source, instead of all "
         "others")
     normalize_reward: bool = option(
-        False, "normalize the scores of a reward model by mean and std of its rewards in its last evaluation",
+        False, "normalize the scores of a reward model by mean and std of the rewards that its training measured",
         needs="reward_pretrain PATH")
     reward_offload: bool = option(False, "keep reward models in host memory except while they score",
                                   needs="reward_pretrain PATH", free=True)

@@ -16,8 +16,8 @@ class ServedModelConfig:
         required="give an HF folder or hub id of a reward model")
     reward: list[str] = option([], "weights of the models in the sum, NAME=WEIGHT; the default is 1")
     normalize_reward: bool = option(
-        False, "normalize the scores of a model by mean and std of its rewards in its last "
-        "evaluation", common=True)
+        False, "normalize the scores of a model by mean and std of the rewards that its training "
+        "measured", common=True)
     max_len: int = option(
         0, "longest text in tokens; a longer one is left unscored; 0: the context length of the "
         "model", within=NON_NEGATIVE, common=True)

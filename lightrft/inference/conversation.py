@@ -15,7 +15,7 @@ from lightrft.utils.logging import silent
 
 PIECE = 16  # tokens that are generated before they are shown
 UNFINISHED = "�"  # the end of a text whose last character has further bytes
-HELP = "/image PATH: show a picture with the next message; /reset: begin again; /exit: end"
+HELP = "/image PATH: show a picture with the next message; /reset or clear: begin again; /exit or exit: end"
 
 
 @dataclass
@@ -90,15 +90,19 @@ class Conversation:
             shown = text
 
 
+WORDS = {"exit": "/exit", "clear": "/reset"}  # whole lines that mean a command, in any case, as in OpenRLHF
+
+
 def talk(conversation: Conversation, lines: TextIO, write: Callable[[str], object], prompt: str = "") -> None:
     """Answer messages, one per line, until ``/exit`` or the end of ``lines``; a byte that is no text is a surrogate.
+    :data:`WORDS` are commands too.
 
     Args:
         prompt: is written where a message is expected.
     """
     write(prompt)
     for line in lines:
-        command, _, rest = line.strip().partition(" ")
+        command, _, rest = WORDS.get(line.strip().lower(), line.strip()).partition(" ")
         if command == "/exit":
             return
         if lone_surrogate(line):

@@ -72,7 +72,7 @@ class RewardHead:
         names: one score each; the first one is the reward.
         pooling: "last": of the last token of a sequence; "attn": of a learnt average over its tokens.
         prefix: name of the head in the checkpoint.
-        mean, std: of the rewards of the last evaluation; std 0: there was none.
+        mean, std: of the rewards of the last evaluation, or of training rows; std 0: they are not known.
     """
     names: list[str] = field(default_factory=lambda: ["preference"])
     pooling: str = "last"

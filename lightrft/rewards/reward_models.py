@@ -76,8 +76,8 @@ def unscaled(path: str, kind: RewardKind) -> Iterator[str]:
         yield (f"--normalize_reward: {path!r} is a process reward model, whose rewards are probabilities; drop the "
                "option")
     elif not kind.measured:
-        yield (f"--normalize_reward: {path!r} has no mean and std of rewards in its config.json: train it with "
-               "--eval_data, or drop the option")
+        yield (f"--normalize_reward: {path!r} has no mean and std of rewards in its config.json: its "
+               "training did not measure them. Drop the option, or train it with lightrft rm")
 
 
 def description(kind: RewardKind, cfg: RewardConfig) -> str:

@@ -48,15 +48,15 @@ def said(path, lines, **given):
 
 
 def test_a_chat_is_piped_through_the_command(model, monkeypatch, capsys):
-    lines = b"hello\n/reset\nhi \xff\n/image \xff\nhello\n/exit\nnever\n"
+    lines = b"hello\n/reset\nhi \xff\n/image \xff\nhello\n Clear\nhello\nEXIT\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     main(launch.flags({"pretrain": model, "temperature": 0, **SMALL}))
     out, err = capsys.readouterr()
-    first, rest = out.split("a new conversation\n")
+    first, rest, cleared = out.split("a new conversation\n")
     assert "WARNING" not in err, "a chat needs no reference answers"
     *refused, rest = rest.split("convert the text\n")
     assert refused == ["the line is not UTF-8, and is left out. Set the terminal to UTF-8, or "] * 2
-    assert first and rest == first, "after a reset the same question has the same greedy answer, and /exit ends"
+    assert first and rest == cleared == first, "after a reset the same question has the same greedy answer; exit ends"
 
 
 def test_earlier_turns_are_part_of_the_prompt(model):
@@ -97,8 +97,8 @@ def test_every_option_is_shown_here_or_in_training():
 
 
 def test_what_does_not_fit_is_said_and_the_chat_goes_on(model):
-    text = said(model, ["/image none.png", "/what", "x" * 300, "hi"], temperature=0.0)
-    assert "this model takes text only\n" in text and "/reset: begin again" in text
+    text = said(model, ["/image none.png", "/what", "x" * 300, "hi", "/exit", "never"], temperature=0.0)
+    assert "this model takes text only\n" in text and "/reset or clear: begin again" in text
     assert "all 1 prompts are longer than --prompt_max_len 200" in text and "The message is not kept" in text
     assert text.endswith(said(model, ["hi"], temperature=0.0)), "an overlong message leaves no trace"
 

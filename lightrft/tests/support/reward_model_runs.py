@@ -42,7 +42,8 @@ def trainer_of(config):
     strategy = get_strategy(config.strategy, bf16=bool(config.model.bf16))
     strategy.setup()
     tokenizer = load_tokenizer(config.model.pretrain)
-    rows, held_out = (RMTrainer.read(config, tokenizer, split, None) for split in ("train", "eval"))
+    rows = RMTrainer.read(config, tokenizer, "train", None)
+    held_out = RMTrainer.read(config, tokenizer, "eval", None) if config.held_out else []
     return RMTrainer(config, strategy, lambda: RMTrainer.load(config), tokenizer, rows, held_out)
 
 

@@ -134,27 +134,22 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
             counts = {f"{name}/tokens": batch.exp.num_tokens, f"{name}/{batch.unit}": batch.total}
             return step_metrics(name, [result]) | counts | self._means(name, sums)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return ``eval/loss`` and the means of the other metrics over all held-out rows."""
-        if not self.eval_rows:
-            return {}
+        return self.measure(self.eval_rows) if self.eval_rows else {}
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Return ``eval/loss`` and the means of the other metrics over ``rows``."""
         sums, loss, total = MetricSums(), torch.zeros((), dtype=torch.float64), 0.0
         self.actor.model.eval()
-        for rows in self._held_out_parts():
-            batch, parts = self._planned(rows)
+        for equal in _equal_parts(rows):
+            batch, parts = self._planned(equal)
             for part in parts:
                 micro_batch = take(batch.exp, part).to(self.strategy.device)
                 loss += self._counted(micro_batch, batch.total, sums).double().cpu() * batch.total
             total += batch.total
         return {"eval/loss": self.strategy.all_reduce(loss).item() / total} | self._means("eval", sums)
-
-    def _held_out_parts(self) -> Iterator[Sequence[Row]]:
-        """Cut the held-out rows into equal parts of at most ``HELD_OUT``; statistics of a batch (the KL of KTO) are
-        those of a part."""
-        count, rows = -(-len(self.eval_rows) // HELD_OUT), len(self.eval_rows)
-        for i in range(count):
-            yield self.eval_rows[rows * i // count:rows * (i + 1) // count]
 
     def batches(self) -> Iterator[Batch]:
         """Yield all training rows and then all held-out ones, each once."""
@@ -211,3 +206,10 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         """Continue from :meth:`extra_state`."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer_step.bad_in_a_row = state["bad_in_a_row"]
+
+
+def _equal_parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Cut rows into equal parts of at most ``HELD_OUT``; statistics of a batch (the KL of KTO) are those of a part."""
+    count = -(-len(rows) // HELD_OUT)
+    for i in range(count):
+        yield rows[len(rows) * i // count:len(rows) * (i + 1) // count]

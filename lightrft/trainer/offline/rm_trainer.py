@@ -15,19 +15,21 @@ from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
 from lightrft.ops.preference import ordered_rightly, pair_loss
-from lightrft.trainer.offline.offline_trainer import Batch, Loss
+from lightrft.trainer.offline.offline_trainer import Batch, HELD_OUT, Loss
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
 
 class RMTrainer(PairTrainer):
-    """Trains the scores of a :class:`RewardModel`; the exported config has mean and std of the held-out rewards."""
+    """Trains the scores of a :class:`RewardModel`; the exported config has mean and std of the rewards: held-out ones,
+    or those of training rows if nothing is evaluated."""
     config: RMConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held_out: list[Tensor] = []  # rewards of an evaluation, of this rank
+        self._evaluates = bool(self.eval_rows and self.eval_steps)
         self.describe(self.scorer, self.tokenizer, {})
 
     @property
@@ -93,18 +95,25 @@ class RMTrainer(PairTrainer):
             found["accuracy" if i == 0 else f"accuracy_{name}"] = right[labelled]
         return found | {"rewards/chosen": chosen[:, 0], "rewards/rejected": rejected[:, 0], "rewards/margin": gap[:, 0]}
 
-    def evaluate(self) -> dict[str, float]:
-        """Extend :meth:`OfflineTrainer.evaluate` by mean and std of the rewards, which the export keeps."""
+    def measure(self, rows: Sequence[Pair]) -> dict[str, float]:
+        """Extend :meth:`OfflineTrainer.measure` by mean and std of the rewards, which the export keeps."""
         self._held_out = []
-        metrics = super().evaluate()
-        if not metrics:
-            return {}
+        metrics = super().measure(rows)
         rewards = torch.cat(self._held_out)
         count, total = self.strategy.all_reduce(torch.stack([torch.ones_like(rewards).sum(), rewards.sum()])).tolist()
         square = self.strategy.all_reduce(((rewards - total / count)**2).sum()).item()
         moments = (total / count, (square / count)**0.5)
         self.describe(self.scorer, self.tokenizer, {"moments": moments})
         return metrics | {"eval/reward_mean": self.scorer.head.mean, "eval/reward_std": self.scorer.head.std}
+
+    def save(self) -> None:
+        """Extend :meth:`BaseTrainer.save`: without an evaluation, mean and std are those of training rows of the whole
+        data, as many as are evaluated at once."""
+        if not self._evaluates and self.step != self._saved:
+            rows = self.loader.dataset
+            with self.timer("eval"):
+                self.measure([rows[i] for i in range(0, len(rows), -(-len(rows) // HELD_OUT))])
+        super().save()
 
     def extra_state(self) -> dict[str, Any]:
         """Extend :meth:`OfflineTrainer.extra_state` by the moments of the rewards."""

@@ -83,6 +83,17 @@ def test_it_learns_and_is_exported_as_a_classifier_with_the_moments_of_its_rewar
     assert kept["std"] == pytest.approx(wanted.std(correction=0).item(), rel=1e-4) == lines[-1]["eval/reward_std"]
 
 
+@pytest.mark.parametrize("options", [{"eval_data": []}, {"eval_steps": 0}])
+def test_without_an_evaluation_the_moments_are_those_of_training_rows(base, straight, tmp_path, options):
+    """The training rows are the held-out ones of the other run."""
+    config = config_of(base, tmp_path, **options)
+    run(config)
+    wanted, heads = ({name: AutoConfig.from_pretrained(folder / "hf").reward_model[name] for name in ("mean", "std")}
+                     for folder in (straight, tmp_path))
+    assert wanted["std"] > 0 and heads == pytest.approx(wanted)
+    assert not any("eval/loss" in line for line in metrics(tmp_path))
+
+
 def test_the_card_scores_an_answer_as_training_does(base, straight, tmp_path, capsys):
     card = (straight / "hf" / "README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: text-classification\n" in card
