@@ -135,11 +135,13 @@ $(BIN)/python:
 	done; echo "lightrft needs Python >= 3.10, none found on PATH" >&2; exit 1
 
 $(CORE): requirements.txt setup.py | $(BIN)/python
-	$(PIP) -r requirements.txt
+	@echo "Installing PyTorch, transformers and the rest of requirements.txt in $(VENV): about 1.6 GB, some minutes, once"
+	$(subst --quiet,,$(PIP)) -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(DEV): requirements-dev.txt requirements-vllm.txt $(CORE) | $(VISION)
+	@echo "Installing what the tests need in $(VENV), vLLM among it: several GB, some minutes, once"
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-vllm.txt
 	@touch $@

@@ -16,12 +16,19 @@ installed_engine() {
 
 ENGINE=${ENGINE:-$(installed_engine)}
 
+# The flags of the data, without those that a script is called with: `data_flags ARGUMENTS`.
+data_flags() {
+  DATA_FLAGS=()
+  [[ " $*" == *" --prompt_data"[\ =]* ]] || DATA_FLAGS+=(--prompt_data "${TRAIN_DATA:-$(split_of "$DATA" train)}")
+  [[ " $*" == *" --eval_data"[\ =]* ]] || DATA_FLAGS+=(--eval_data "${EVAL_DATA:-$(split_of "$DATA" test)}")
+}
+
 # Every run script sets these variables; its own FLAGS follow, and win. Without TRAIN_DATA and EVAL_DATA the folder DATA
 # has the rows of both splits.
 train() {
+  data_flags "$@"
   launch "$1" \
-    --pretrain "$MODEL" --save_path "$SAVE" \
-    --prompt_data "${TRAIN_DATA:-$(split_of "$DATA" train)}" --eval_data "${EVAL_DATA:-$(split_of "$DATA" test)}" \
+    --pretrain "$MODEL" --save_path "$SAVE" ${DATA_FLAGS[@]+"${DATA_FLAGS[@]}"} \
     --train_batch_size "$TBS" --rollout_batch_size "$RBS" --n_samples_per_prompt "$N_SAMPLES" \
     --micro_train_batch_size "$MICRO_TRAIN" --micro_rollout_batch_size "$MICRO_ROLLOUT" \
     --num_episodes "$EPISODES" --prompt_max_len "$PROMPT_MAX_LEN" --generate_max_len "$GENERATE_MAX_LEN" \

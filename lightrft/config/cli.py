@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from lightrft.config.compat import ALIASES, grant_without, nearest, refusal
+from lightrft.config.compat import ALIASES, grant_without, nearest, one_line_per_fact, refusal
 from lightrft.config.files import convert_options, load_config, plugins_of
 from lightrft.config.flags import add_tree
 from lightrft.config.help import Formatter, HELP, HelpAction
@@ -21,7 +21,7 @@ from lightrft.config.tree import RESERVED, build, options
 from lightrft.config.verl_words import refusal_of_verl
 from lightrft.utils.errors import at_prompt, did_you_mean, ExpectedError, leave_error, UserError
 from lightrft.utils.launcher import adopt_launcher
-from lightrft.utils.logging import silent
+from lightrft.utils.logging import each_line_once, silent
 
 Provenance = dict[str, str]
 
@@ -163,8 +163,9 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
     dotted = [(word, _of_verl(word, tree)) for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word)]
     theirs = {word: answer for word, answer in dotted if answer}
     problems = [answer for _, answer in dotted if answer]  # behind a flag of several words they would be its values
-    flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
-    problems += [*_unknown_words(rest, known, tree), *grant_without(flags)]
+    with one_line_per_fact():
+        flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
+        problems += [*_unknown_words(rest, known, tree), *grant_without(flags)]
     layers = [layer for path in flags.pop("config") for layer in _file_layers(path, tree, problems)]
     dry_run, _, plan_gpus = flags.pop("dry_run"), flags.pop("plugin"), flags.pop("plan_gpus")
     if plan_gpus and not dry_run:
@@ -257,7 +258,7 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
         ConfigError: in place of the 2, in a session at a prompt.
     """
     adopt_launcher()
-    with exit_on_config_error(prog):
+    with exit_on_config_error(prog), each_line_once():
         argv = in_own_flags(sys.argv[1:] if argv is None else argv, tree)
         plugins = _plugins(argv)
         import_plugins(plugins, tree)  # first, because they may declare options

@@ -1,6 +1,8 @@
 """Flags of other trainers that are not options here: translated, accepted with a notice, or refused with the remedy."""
 import re
 from collections.abc import Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
@@ -40,7 +42,7 @@ _REENTRANT = "checkpointing is always non-reentrant; use --gradient_checkpointin
 _AVERAGE = "an averaged copy of the weights is not part of this release; use --best_metric to keep the best one"
 _AGENT = ("in Python SPMDPPOTrainer(..., environment=...) answers the model; on the command line "
           "--reward path.py:function scores its answers")
-_SHARED = "all models share the GPUs of training"
+_SHARED = "all models share the GPUs of training, which torchrun starts: --nproc-per-node, --nnodes"
 _BUCKETS = "weights are sent to the engine in buckets of --sync_bucket_mib; drop the flag"
 _ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
 _PREFIXES = "vLLM and SGLang keep the prefixes that prompts share"
@@ -78,6 +80,7 @@ GRANTED: dict[str, str] = {
     "unpaired_preference": "lightrft kto always reads single answers, each with its label",
     "margin_loss": "the loss of a reward model reads the column margin where rows have it",
 }
+_ROLES = [f"{role}_num_{unit}" for role in ("actor", "critic", "ref", "reward") for unit in ("nodes", "gpus_per_node")]
 # flag -> the form of its values that ask for what always holds, and the fact; other values are refused
 GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "sp_size": ("1", _ONE_RANK),
@@ -96,8 +99,7 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "use_sequence_rewards": ("(?i)true", _NEVER_READ),
     "print_replay_buffer_stats": ("(?i)true", "rollout statistics are in the step table and metrics.jsonl"),
     "disable_logprobs_flashattn": ("(?i)true", "log-probs come from one fused, chunked kernel, without flash-attn"),
-    **{f"{role}_num_{unit}": (r"\d+", f"{_SHARED}, which torchrun starts: --nproc-per-node, --nnodes")
-       for role in ("actor", "critic", "ref", "reward") for unit in ("nodes", "gpus_per_node")},
+    **dict.fromkeys(_ROLES, (r"\d+", _SHARED)),
 }
 # flag -> (the option without which it asks for nothing, why that is so)
 GRANTED_WITHOUT: dict[str, tuple[str, str]] = {
@@ -189,6 +191,29 @@ REFUSED: dict[str, str] = {
     "print_replay_buffer_stats": "rollout statistics are in the step table and metrics.jsonl; use --logging_steps",
 }
 
+_granted: ContextVar[dict[str, list[str]] | None] = ContextVar("granted", default=None)
+
+
+@contextmanager
+def one_line_per_fact() -> Iterator[None]:
+    """Log what is granted in the block at its end: a line for each fact, with all flags that ask for it, each once."""
+    token = _granted.set(granted := {})
+    try:
+        yield
+    finally:
+        _granted.reset(token)
+    for fact, names in granted.items():
+        get_logger().info("%s %s no effect: %s", ", ".join(f"--{name}" for name in names),
+                          "has" if len(names) == 1 else "have", fact)
+
+
+def _tell(name: str, fact: str) -> None:
+    """Log that a flag has no effect, or add it to :func:`one_line_per_fact`."""
+    if (granted := _granted.get()) is None:
+        get_logger().info("--%s has no effect: %s", name, fact)
+    elif name not in granted.setdefault(fact, []):
+        granted[fact].append(name)
+
 
 def grant(name: str, value: Any, of_tree: Mapping[str, tuple[str, str]]) -> bool:
     """Accept a flag of another trainer that asks for what always holds, and log that; else return False.
@@ -200,7 +225,7 @@ def grant(name: str, value: Any, of_tree: Mapping[str, tuple[str, str]]) -> bool
     if not re.fullmatch(form, str(value)):
         fact = "" if str(value).lower() in _DENIED else GRANTED.get(name, "")
     if fact:
-        get_logger().info("--%s has no effect: %s", name, fact)
+        _tell(name, fact)
     return bool(fact)
 
 
@@ -209,7 +234,7 @@ def grant_without(flags: dict[str, Any]) -> Iterator[str]:
     for name, (option, reason) in GRANTED_WITHOUT.items():
         value = str(flags.pop(name, "false"))
         if value.lower() not in _DENIED and not flags.get(option):
-            get_logger().info("--%s has no effect: %s", name, reason)
+            _tell(name, reason)
         elif value.lower() not in _DENIED:
             yield str(refusal(name))
 

@@ -168,7 +168,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--reward_pretrain": ("reward_model.model.path", "reward_model.enable"),
     "--prompt_data | --train_data": ("data", "train_file", "train_files", "train_path", "data_path"),
     "--eval_data": ("val_data", "test_data", "eval_file", "validation_file", "val_files", "test_files"),
-    "--save_path": ("output", "out", "save_dir", "checkpoint_dir", "ckpt_dir"),
+    "--save_path": ("output", "out", "save_dir", "checkpoint_dir", "ckpt_dir", "ckpt_save_path"),
     "--load_checkpoint": ("resume", "resume_from", "trainer.resume_from_path"),
     "--reward": ("reward_manager_name", "custom_reward_function_name", "reward_fn", "reward_func", "reward_function",
                  "rewards", "reward_path", "reward_model_plugin", "custom_reward_function.name"),
@@ -235,7 +235,7 @@ _ALIKE: dict[str, tuple[str, ...]] = {
     "--micro_rollout_batch_size or --max_tokens_per_micro_batch":
     ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu", "reward_model.micro_batch_size_per_gpu",
      "forward_micro_batch_size_per_gpu"),
-    "--max_ckpt_num": ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"),
+    "--max_ckpt_num": ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"),
     "--save_trajectories": ("log_val_generations", "rollout_data_dir", "validation_data_dir"),
     "--eval_at_start": ("eval_on_start", ),
     "--eval_n_samples": ("num_generations_eval", ),

@@ -58,8 +58,8 @@ class OutputConfig:
         "./generated.jsonl", "jsonl file of the result; OUTPUT_PATH.parts holds the results of "
         "an unfinished run, which the same command resumes", common=True)
     eval_task: str = option(
-        "generate", "generate: answer prompts; generate_vllm: the same with --engine_type vllm; rm: score existing "
-        "responses with --score and, as a reward model, --pretrain", TASKS, common=True)
+        "generate", "generate: answer prompts; generate_vllm: the same, by vLLM unless --engine_type is set; rm: score "
+        "existing responses with --score and, as a reward model, --pretrain", TASKS, common=True)
     seed: int = option(1234, "random seed; a response depends only on the seed, its prompt and its number",
                        within="[0, 4294967295]")
 
@@ -120,8 +120,5 @@ class GenerateConfig(InferenceTree):
     def as_config(self) -> Config:
         """Convert to the tree of the RL trainer."""
         data = DataConfig(**shared(PromptDataConfig, self.data), shuffle=False)
-        config = self._as_config(self.model.pretrain, data, self.engine.best_of_n, self.engine.temperature,
-                                 self.scoring.as_reward_config())
-        if self.output.eval_task == "generate_vllm":
-            config.rollout.engine_type = "vllm"
-        return config
+        return self._as_config(self.model.pretrain, data, self.engine.best_of_n, self.engine.temperature,
+                               self.scoring.as_reward_config())

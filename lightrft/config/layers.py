@@ -86,6 +86,12 @@ def _following(tree: type, values: dict[str, Any], provenance: dict[str, str]) -
     if provenance.get("strategy") == "default" and provenance.get("zero_stage", "default") != "default":
         yield Layer("--zero_stage", {"strategy": "deepspeed"})
         get_logger().info("--zero_stage without --strategy means --strategy deepspeed")
+    if values.get("eval_task") == "generate_vllm":
+        if provenance["engine_type"] == "default":
+            yield Layer("--eval_task generate_vllm", {"engine_type": "vllm"})
+        elif values["engine_type"] != "vllm":
+            get_logger().info(f"--eval_task generate_vllm means --eval_task generate, because --engine_type "
+                              f"{values['engine_type']} is set")
     urls = values.get("remote_rm_url", [])
     if files := [url for url in urls if url.endswith(".py")]:
         servers = [url for url in urls if url not in files]
@@ -120,7 +126,11 @@ def with_sources(problems: list[str], provenance: dict[str, str]) -> list[str]:
 def _with_source(problem: str, provenance: dict[str, str]) -> str:
     named = re.match(r"--(\w+)", problem)
     source = provenance.get(named[1], "flag").partition("; ")[0] if named else "flag"
-    return problem if source in (*DIRECT, "default") else f"{problem} (it is from {source})"
+    if source in DIRECT or source.startswith("default"):
+        return problem
+    if source == "script":
+        return f"{problem} (the script itself sets it as a default, which a flag replaces)"
+    return f"{problem} (it is {'in' if source.startswith('yaml:') else 'from'} {source.removeprefix('yaml:')})"
 
 
 def _outvoted(values: dict[str, Any], provenance: dict[str, str], presets: list[Layer]) -> dict[str, str]:

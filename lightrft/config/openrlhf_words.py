@@ -16,9 +16,10 @@ OPENRLHF: dict[str, str] = {
     "train_micro_batch_size": "micro_train_batch_size",
     "reward_remote_url": "remote_rm_url",
     "tokenizer_chat_template": "chat_template",
-    "data_tokenizer_chat_template": "chat_template",
     "max_epoch": "max_epochs",
     "param_dtype": "bf16",
+    "model_name_or_path": "pretrain",
+    "ckpt_save_path": "save_path",
     "eval_dataset": "eval_data",
     "eval_n_samples_per_prompt": "eval_n_samples",
 }

@@ -6,6 +6,8 @@ from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import options
 from lightrft.utils.logging import get_logger
 
+BOOLEANS = {"true": True, "false": False}
+
 
 def synonyms(tree: type) -> dict[str, str]:
     """Merge ``SYNONYMS`` of a tree and its bases: those of its options, unless they are options themselves."""
@@ -19,24 +21,46 @@ def synonyms(tree: type) -> dict[str, str]:
 def in_own_flags(words: Sequence[str], tree: type) -> list[str]:
     """Replace the flags among ``words`` that are synonyms of options of ``tree``."""
     known, written = synonyms(tree), {_name(word) for word in words}
-    return _with_items([own for word in words for own in _own_flags(word, known, written)])
+    own: list[str] = []
+    for word in _joined(words, known):
+        own += _own_flags(word, known, written)
+    return _with_items(own)
+
+
+def _joined(words: Sequence[str], known: Mapping[str, str]) -> list[str]:
+    """Join each of the ``known`` flags with true or false, if that follows it."""
+    joined: list[str] = []
+    for word in words:
+        flag = joined[-1] if joined else ""
+        if word.lower() in BOOLEANS and "=" not in flag and _name(flag) in known:
+            joined[-1] = f"{flag}={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _name(word: str) -> str:
-    """Return the name of a flag, with underscores for the dots of OpenRLHF; empty for another word."""
-    flag = re.match(r"--([\w.]+)(?=$|=)", word)
+    """Return the name of a flag, with underscores for the dots of OpenRLHF; empty for another word. Its group ``data``
+    is left out, because names of its options here begin with the kind of the data."""
+    flag = re.match(r"--(?:data\.)?([\w.]+)(?=$|=)", word)
     return flag[1].replace(".", "_") if flag else ""
 
 
 def _own_flags(word: str, known: Mapping[str, str], written: Collection[str]) -> list[str]:
-    """Return the flags that ``word`` stands for; the last one takes its value."""
+    """Return the flags that ``word`` stands for; the last one takes its value, unless it has one. False turns off
+    the switches that the word implies, and means no more than the default where the last one has a value."""
     if _name(word) not in known:
         return [word]
     *implied, last = known[_name(word)].split()
     flag, equals, value = word.partition("=")
-    flags = [*(f"--{part.partition('?')[0]}" for part in implied if _is_implied(part, written)), f"--{last}"]
+    off = BOOLEANS.get(value.lower()) is False
+    if off and "=" in last:
+        get_logger().info("%s has no effect: it asks for the default", word)
+        return []
+    names = [part.partition("?")[0] for part in implied if _is_implied(part, written)]
+    flags = [f"--no_{name}" if off and "=" not in name else f"--{name}" for name in names] + [f"--{last}"]
     get_logger().info("%s is read as %s", flag, re.sub(r"\+?=", " ", " ".join(flags), count=len(flags)))
-    return [*flags[:-1], f"{flags[-1]}{equals}{value}"]
+    return [*flags[:-1], flags[-1] if "=" in last else f"{flags[-1]}{equals}{value}"]
 
 
 def _is_implied(part: str, written: Collection[str]) -> bool:

@@ -43,7 +43,8 @@ def missing_engine(c: Config) -> Iterator[str]:
     """Yield the problem of an engine that is not installed here."""
     engine = c.rollout.engine_type
     if ENGINES[engine].install and find_spec(engine) is None:
-        yield f"--engine_type {engine}: the package {engine} is not installed; run: {ENGINES[engine].install}"
+        yield (f"--engine_type {engine}: the package {engine} is not installed; run: {ENGINES[engine].install} "
+               "or use the built-in engine: --engine_type hf")
 
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.inference_schema import ChatConfig, InferenceTree, RECIPE, ScoreConfig
-from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import Config
@@ -49,7 +48,6 @@ class GeneratePreflight(InferencePreflight):
         yield from _output(c)
         yield from prompts(c.as_config().data)
         if c.generates:
-            yield from _engine_of_task(c)
             yield from self.engine_problems(world_size, cuda, local_ranks)
 
 
@@ -99,13 +97,6 @@ def _scores(c: ScoreConfig) -> Iterator[str]:
     if RECIPE in c.score and len(c.score) > 1:
         yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
                "rewards; drop one of them")
-
-
-def _engine_of_task(c: GenerateConfig) -> Iterator[str]:
-    """Yield the problem of a task that names another engine than the options."""
-    chosen = dict(changed(c, ["engine_type"])).get("engine_type", "vllm")
-    if c.output.eval_task == "generate_vllm" and chosen != "vllm":
-        yield f"--engine_type {chosen}: --eval_task generate_vllm is for vllm; set --eval_task generate"
 
 
 def _output(c: GenerateConfig) -> Iterator[str]:

@@ -154,10 +154,11 @@ def test_gsm8k_defaults(gsm8k, tmp_path):
     for split in ("train", "test"):
         rows = pq.read_table(gsm8k.parent / "data" / f"{split}.parquet").to_pylist()
         (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    plan = ["--dry_run", "--plan_gpus", "2xH100"]  # here the model is too short for its lengths
+    # here the model is too short for its lengths
+    plan = ["--dry_run", "--plan_gpus", "2xH100", f"--eval_data={tmp_path}/test.jsonl"]
     shown = launch("bash", GSM8K_RUN, *plan, cwd=tmp_path, NPROC="2", ENGINE="hf", MASTER_PORT=free_port(),
                    MODEL=str(gsm8k.parent / "model"), DATA=str(tmp_path))  # yapf: disable
-    assert f"{tmp_path}/train.jsonl" in shown and f"{tmp_path}/test.jsonl" in shown
+    assert f"{tmp_path}/train.jsonl" in shown and f"{tmp_path}/test.jsonl" in shown and "given twice" not in shown
     known = dict(re.findall(r"^  (\w+) +(\S+) +\[(?:flag|script)\]$", shown, re.MULTILINE))
     expected = {
         "train_batch_size": "128", "rollout_batch_size": "128", "n_samples_per_prompt": "5", "num_episodes": "30",

@@ -129,6 +129,8 @@ def test_make_runs_what_is_promised(tmp_path):
     for name in ("quickstart", "quickstart-vl", "quickstart-audio"):
         script = f"run_{name.replace('-', '_')}.sh --seed 2"
         assert script in run(*show, name, "ARGS=--seed 2", cwd=ROOT)
+    core = run(*(word for word in show if word != "setup.py"), "-W", "setup.py", "quickstart", cwd=ROOT)
+    assert re.search("echo .Installing PyTorch.*minutes.*\n.*install +--disable-pip.* -r requirements.txt", core), core
     expected = {
         "test": "-m pytest -q -n 2", "newest": f"--target {tmp_path}/newest transformers", "numeric":
         "ATEN_CPU_CAPABILITY=", "chain": "preference_chain.py --seeds 1", "format": "yapf --in-place", "fcheck":

@@ -22,7 +22,7 @@ if not PAGE.exists():
     pytest.skip("installed without its repository", allow_module_level=True)
 ONE_PROCESS = ("serve_rm", "interactive_chat")
 NOTICE = re.compile(
-    r"^(?:[\d:]+ (?:WARNING: )?|warning: )(--\w+).*(?:has no effect|is read as|means|its value is|"
+    r"^(?:[\d:]+ (?:WARNING: )?|warning: )(--\w+(?:, --\w+)*).*(?:ha(?:s|ve) no effect|is read as|means|its value is|"
     r"is held out)", re.M)
 REFUSED = re.compile(r"^(?:  |lightrft \w+: error: )(?:--)?([\w.]+)(?=.*(?:here: |use |drop|must ))", re.M)
 
@@ -71,7 +71,8 @@ def tried_fixture(monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             runpy.run_module(f"lightrft.cli.{module}", run_name="__main__", alter_sys=True)
         out, err = capsys.readouterr()
-        granted, refused = NOTICE.findall(f"{err}\n{out}"), REFUSED.findall(err)
+        granted = [flag for flags in NOTICE.findall(f"{err}\n{out}") for flag in flags.split(", ")]
+        refused = REFUSED.findall(err)
         return Outcome(end.value.code or 0, [*dict.fromkeys(granted)], [*dict.fromkeys(refused)], err)
 
     return tried

@@ -63,6 +63,22 @@ def silent() -> Iterator[None]:
 
 
 @contextmanager
+def each_line_once() -> Iterator[None]:
+    """Let the library log a text once, such as the notice of a word that is typed twice."""
+    logger, texts = get_logger(), set[str]()
+
+    def new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return text not in texts and not texts.add(text)  # type: ignore[func-returns-value]
+
+    logger.addFilter(new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(new)
+
+
+@contextmanager
 def one_rank_warns(part: str) -> Iterator[None]:
     """Let a part of the library log warnings on rank 0 alone, while every rank does the same."""
     logger = logging.getLogger(f"{_NAME}.{part}")

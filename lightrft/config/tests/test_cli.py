@@ -75,6 +75,18 @@ def test_a_written_stage_of_zero_selects_deepspeed(argv: list[str], strategy: st
         assert again.config.strategy.strategy == strategy, "a saved run keeps its own"
 
 
+@pytest.mark.parametrize("argv, engine, told", [
+    (["--eval_task", "generate_vllm"], "vllm", False), ([], "hf", False),
+    (["--eval_task", "generate_vllm", "--engine_type", "vllm"], "vllm", False),
+    (["--engine_type", "hf", "--eval_task", "generate_vllm"], "hf", True),
+    (["--engine_type", "sglang", "--eval_task=generate_vllm"], "sglang", True),
+])  # yapf: disable
+def test_an_engine_that_is_written_wins_over_that_of_the_task(argv: list[str], engine: str, told: bool,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_config(argv, tree=GenerateConfig).config.as_config().rollout.engine_type == engine
+    assert ("--eval_task generate_vllm means --eval_task generate" in capsys.readouterr().err) == told
+
+
 def test_the_ranks_of_the_launcher_of_deepspeed(monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():

@@ -87,6 +87,14 @@ def test_options_that_ask_for_what_always_holds_are_accepted(tmp_path: Path,
     assert "a.yaml: --attn_implementation is not an option here: packed attention" in err
 
 
+def test_words_without_effect_share_a_line_and_come_once(capsys: pytest.CaptureFixture[str]) -> None:
+    roles = [f"--{role}_num_{unit}" for role in ("ref", "actor") for unit in ("nodes", "gpus_per_node")]
+    parse_config([word for flag in [*roles, *roles] for word in (flag, "8")] + ["--use_mp_opt", "--colocate_all"])
+    shared, alone = capsys.readouterr().err.splitlines()
+    assert f"{', '.join([*roles, '--colocate_all'])} have no effect: all models share" in shared
+    assert "--use_mp_opt has no effect: " in alone
+
+
 @pytest.mark.parametrize("names,said", [
     ("kl_coeff kl", "here: --init_kl_coef"),
     ("reward_func", "here: --reward\n"),

@@ -228,6 +228,10 @@ def test_a_problem_says_which_preset_it_is_from() -> None:
                                   parsed.provenance)
     assert one == "--advantages_norm true: already (it is from recipe ppo)" and two == "--seed 1: bad"
     assert bare == "--advantages_norm: already (it is from recipe ppo)"
+    sources = {"engine_type": "script", "seed": "yaml:run.yaml", "bf16": "default: no GPU", "top_p": "flag"}
+    assert with_sources([f"--{name} x: bad" for name in sources], sources) == [
+        "--engine_type x: bad (the script itself sets it as a default, which a flag replaces)",
+        "--seed x: bad (it is in run.yaml)", "--bf16 x: bad", "--top_p x: bad"]  # yapf: disable
 
 
 def test_tables() -> None:

@@ -41,6 +41,12 @@ def changed(words: str, tree: type = Config) -> dict[str, Any]:
     ("--ds.enable_sleep", IDLE),
     ("--ref_reward_offload", IDLE),
     ("--ref_reward_offload --reward_pretrain m/n", IDLE | {"reward_offload": True, "reward_pretrain": ["m/n"]}),
+    ("--ref_reward_offload false --reward_pretrain m/n", {"reward_pretrain": ["m/n"]}),
+    ("--enforce_eager true", VLLM | {"engine_args": ["enforce_eager=true"]}),
+    ("--vllm_enforce_eager=true --seed 2", VLLM | {"engine_args": ["enforce_eager=true"], "seed": 2}),
+    ("--data.tokenizer_chat_template x", {"chat_template": "x"}),
+    ("--model_name_or_path m/n --ckpt_save_path out", {"pretrain": "m/n", "save_path": "out"}),
+    ("--max_epoch 3 --max_epoch 3", {"max_epochs": 3}),
     ("--rollout_micro_batch_size 2", {"micro_rollout_batch_size": 2}),
     ("--train.micro_batch_size 2", {"micro_train_batch_size": 2}),
     ("--tokenizer_chat_template {{messages}}", {"chat_template": "{{messages}}"}),
@@ -50,7 +56,9 @@ def changed(words: str, tree: type = Config) -> dict[str, Any]:
 def test_a_flag_of_openrlhf_sets_the_option_that_means_the_same(words: str, expected: dict[str, Any],
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
     assert changed(words) == expected
-    flag = next(word for word in words.replace("=", " ").split() if word.lstrip("-").replace(".", "_") in OPENRLHF)
+    spelt = ((word, word.lstrip("-").removeprefix("data.").replace(".", "_"))
+             for word in words.replace("=", " ").split())
+    flag = next(word for word, name in spelt if name in OPENRLHF)
     assert capsys.readouterr().err.count(f"{flag} is read as --") == 1, "one line of notice"
 
 
@@ -69,6 +77,17 @@ def test_the_words_that_follow_are_named_in_the_notice(capsys: pytest.CaptureFix
     assert "--vllm_num_engines is read as --engine_type vllm --engine_count\n" in said
     assert "--enforce_eager is read as --engine_type vllm --engine_args enforce_eager=true\n" in said
     assert "--greedy_sampling is read as --temperature 0\n" in said
+
+
+@pytest.mark.parametrize("words", ["--greedy_sampling false --enforce_eager=False", "--vllm.enforce_eager false"])
+def test_a_switch_that_is_turned_off_sets_nothing(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not changed(words, GenerateConfig)
+    assert "false has no effect: it asks for the default\n" in capsys.readouterr().err.lower()
+
+
+def test_probabilities_of_a_newer_version_are_those_of_the_training_data() -> None:
+    words = "--data.dataset a,b --data.dataset_probs 0.5,0.5"
+    assert changed(words, SFTConfig) == {"train_data": ["a", "b"], "train_data_probs": [0.5, 0.5]}
 
 
 @pytest.mark.parametrize("words,said", [

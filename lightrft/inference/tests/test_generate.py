@@ -289,7 +289,6 @@ BAD = [
     ({"score": "recipe,math"}, "recipe means the recipe of each row"),
     ({"post_processor": "csft", "score": "exact", "reward_template": "{input}"}, "must hold {reward}"),
     ({"csft_prompt": "good"}, "has no effect without --enable_csft"),
-    ({"eval_task": "generate_vllm", "engine_type": "sglang"}, "--eval_task generate_vllm is for vllm"),
     ({"eval_task": "rm", "temperature": 0.5}, "has no effect with --eval_task rm, which generates nothing"),
     ({"eval_task": "rm", "overlong_prompt": "error"}, "--overlong_prompt error: has no effect with --eval_task rm"),
     ({"eval_task": "rm", "fps": 1.0, "images_key": "photo"}, "--images_key photo: has no effect with --eval_task rm"),
