@@ -57,6 +57,8 @@ ENGINES: dict[str, EngineFacts] = {
             "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*", "trust_remote_code")),
 }  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
+HF_KEPT_PART = 32  # on a GPU the cache stays while the engine sleeps if it takes at most this part of the memory
+HF_GRAPHS = 48  # at once: each takes memory for its kernels; of more shapes, those used last
 MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 SEQUENCES, MOST_SEQUENCES = 256, 1024  # that another engine runs at once: at least, and at most on a large device
 LARGE_DEVICE = 70 * 2**30  # bytes (H100, H200)

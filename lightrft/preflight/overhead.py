@@ -5,7 +5,7 @@ can warn of a run, and refuse none.
 """
 from math import ceil
 
-from lightrft.config.engines import native_arguments
+from lightrft.config.engines import HF_GRAPHS, HF_KEPT_PART, native_arguments
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
@@ -46,7 +46,9 @@ def engine_rows(config: Config, world_size: int, device: Device, shape: ModelSha
     r = config.rollout
     if r.engine_type == "hf":
         rows = hf_rows(config, world_size, device, shape)
-        return {"engine passes, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}
+        graphs, kept = hf_graph_bytes(config, rows, shape, device)
+        return {"engine graphs, estimated": (graphs, *(graphs * (kept > 0) + kept, ) * 4),
+                "engine passes, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}  # yapf: disable
     sequences = sequences_at_once(r, world_size, device.total)
     graphs = graph_bytes(r, sequences, shape.layers if shape else USUAL_LAYERS)
     within = r.engine_type == "vllm" and not r.engine_kv_mib  # vLLM measures both, and takes them from its share
@@ -67,6 +69,15 @@ def graph_bytes(cfg: RolloutConfig, sequences: int, layers: int) -> float:
         return 0.0
     most = min(2 * sequences, max(512, sequences))
     return (3 + ceil(min(most, 256) / 8) + ceil(max(0, most - 256) / 16)) * layers * GRAPH_LAYER
+
+
+def hf_graph_bytes(config: Config, rows: int, shape: ModelShape | None, device: Device) -> tuple[float, float]:
+    """Return the bytes of the graphs of the hf engine, and of what stays with them while it sleeps: nothing, or a cache
+    and the logits of a step that are small."""
+    graphs = HF_GRAPHS * (shape.layers if shape else USUAL_LAYERS) * GRAPH_LAYER
+    longest = shape.kv_bytes(config.model.itemsize) * config.rollout.longest if shape else 0
+    kept = rows * (longest + LOGIT * (shape.vocabulary if shape else 0))
+    return graphs, kept * (kept * HF_KEPT_PART <= device.total)
 
 
 def pass_bytes(config: Config, sequences: int, shape: ModelShape | None) -> float:

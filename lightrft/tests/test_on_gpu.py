@@ -122,7 +122,8 @@ def check_sleep(engine, strategy, prepared, weights):
     assert [c.token_ids for group in before for c in group] == [c.token_ids for group in after for c in group]
 
 
-def test_a_sleeping_hf_engine_frees_its_copy(trainer):
+def test_a_sleeping_hf_engine_frees_its_copy(trainer, monkeypatch):
+    monkeypatch.setattr("lightrft.rollout.hf.engine.HF_KEPT_PART", 1 << 40)  # it is small, and would stay
     strategy, prepared = trainer
     copy = tiny.AutoModelForCausalLM.from_config(prepared.model.hf_model.config, attn_implementation="packed",
                                                  dtype=torch.bfloat16).cuda().requires_grad_(False)  # yapf: disable
@@ -151,10 +152,10 @@ def test_graphs_draw_the_tokens_of_eager_steps():
         model = tiny.model(initializer_range=0.5).to("cuda")
         model.set_attn_implementation("packed")
         engine = HFEngine(model, range(40, 52), kv_bytes=100_000)
-        engine._graph.enabled = graphs
+        engine._graphs.enabled = graphs
         found = engine.generate([Request([5 + i, 6, 7], [i, 100 + i]) for i in range(6)],
                                 SamplingParams(max_new_tokens=100))
-        assert engine._graph.enabled == graphs, "the step could not be captured"
+        assert engine._graphs.enabled == graphs, "the step could not be captured"
         return [each.token_ids for part in found for each in part]
 
     assert responses(True) == responses(False)

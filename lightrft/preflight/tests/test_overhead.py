@@ -69,3 +69,11 @@ def test_the_hf_engine_runs_as_many_rows_as_its_cache_has_room_for():
     for options, rows in (({}, 1024 // 2), ({"engine_max_seqs": 9}, 9), ({"engine_kv_mib": 8 * longest // MIB}, 8)):
         assert found(2, **batch, **options)[row] == (PROMPTS + rows * 1000 * 16, 0, 0, 0, 0), options
     assert row not in found(2, shape=None, **batch), "the shape is not known"
+
+
+@pytest.mark.parametrize("total", [24, 1])
+def test_graphs_of_the_hf_engine_stay_with_a_small_cache(total):
+    graphs, cache = 48 * 10 * 0.8 * MIB, 9 * (10 * 2 * 32 * 4 * 2048 + 1000 * 16)
+    device, stays = Device("cuda:0", total * GIB, total * GIB), total == 24
+    rows = found(device=device, engine_max_seqs=9, rollout_batch_size=128)
+    assert rows["engine graphs"] == (graphs, *((graphs + cache) * stays, ) * 4)

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Completion, Ended, SamplingParams
-from lightrft.rollout.hf.decode_graph import padded_width, StepGraph
-from lightrft.rollout.hf.kv_cache import Decode, KVCache, Prefill
+from lightrft.rollout.hf.decode_graph import padded_rows, padded_width, StepGraphs
+from lightrft.rollout.hf.kv_cache import Prefill
 from lightrft.rollout.hf.module_calls import Forward
+from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.sampling import penalised, sample, uniforms
 from lightrft.types import Experience
 from lightrft.utils.tensors import upload
@@ -41,23 +42,23 @@ class _Shared:
 
 
 class Generation:
-    """State of one ``generate`` call; :meth:`run` executes the call.
+    """State of one ``generate`` call, on the host and in ``space``; :meth:`run` executes the call.
 
-    On the device, ``state`` [5, slots] int64 holds the newest token, its position in the sequence and in the response,
-    the sample a slot serves (``num_samples`` when free) and whether it is alive. Results are written to ``tokens``
-    and ``logprobs`` [num_samples + 1, max_new_tokens]; the last row takes what free slots produce. With a repetition
-    penalty ``seen`` [slots, V] has the tokens of the prompt and the response of each slot.
+    ``stop`` [V] bool: the tokens that end a response.
     """
 
-    def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, cache: KVCache,
-                 collector: CompletionCollector, params: SamplingParams, stop: Tensor, graph: StepGraph) -> None:
-        self.model, self.cache, self.collector, self.params, self.graph = model, cache, collector, params, graph
+    def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, space: Workspace,
+                 collector: CompletionCollector, params: SamplingParams, stop: Tensor, graphs: StepGraphs) -> None:
+        self.model, self.collector, self.params, self.graphs = model, collector, params, graphs
+        self.cache, self.decode, self.state = (cache := space.cache), space.decode, space.state
+        self.free, self.noise, self.seen = space.free, space.noise, space.seen
+        self.tokens, self.logprobs, self.stop = space.tokens, space.logprobs, space.stop
         self.decode_pass = decode_pass
         self.modality = modality
         self.first = params if params.first_temperature is None else replace(params,
                                                                              temperature=params.first_temperature)
-        self.stop, self.stop_ids = stop, set(stop.nonzero()[:, 0].tolist())
-        self.requests, self.decode = collector.requests, Decode(cache)
+        self.stop_ids = set(stop.nonzero()[:, 0].tolist())
+        self.requests = collector.requests
         sizes = collector.left.copy()
         self.bounds = np.concatenate([[0], sizes.cumsum()])
         self.num_samples = int(self.bounds[-1])
@@ -70,27 +71,15 @@ class Generation:
         self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each prompt slot, -1: free
         self.prompt_slot = np.full(len(sizes), -1)  # the inverse: prompt slot of each request
         self.shift = np.zeros(len(sizes), dtype=np.int64)  # position after each prompt, less its length (M-RoPE)
-        self.live, self.moved = 0, False  # slots 0..live-1 are computed; rows or prompts changed since the last step
+        self.live = 0  # slots from here on are free
+        self.moved = self.padded = False  # rows or prompts changed since the last step; it had sizes rounded up
         self.waiting = deque(
             sorted(
                 np.flatnonzero(sizes).tolist(), key=lambda i:
                 (not any(self.requests[i].prefixes), -len(self.requests[i].token_ids))))
         self.shared: _Shared | None = None
         self.resuming = deque[int]()  # samples between two turns; their prompts stay in the prompt slots
-        self._allocate()
-
-    def _allocate(self) -> None:
-        device, slots, width = self.cache.device, self.cache.plan.slots, self.params.max_new_tokens
-        self.free = upload(torch.tensor([[0], [0], [0], [self.num_samples], [0]]), device)  # state of a free slot
-        self.state = self.free.repeat(1, slots)
-        self.seen: Tensor | None = None
-        if self.params.repetition_penalty != 1.0:
-            self.seen = torch.zeros(slots, len(self.stop), dtype=torch.bool, device=device)
-        self.noise = None
-        if max(self.params.temperature, self.first.temperature) > 0.0:
-            self.noise = torch.zeros(slots, width, dtype=torch.float64, device=device)
-        self.tokens = torch.zeros(self.num_samples + 1, width, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(self.num_samples + 1, width, dtype=torch.float32, device=device)
+        space.begin(stop)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """Copy an array of the host to the device."""
@@ -98,11 +87,7 @@ class Generation:
 
     def run(self) -> list[list[Completion]]:
         """Generate all, or until no rank needs more; return responses in the order of requests and seeds."""
-        self.graph.free()
-        try:
-            self._decode()
-        finally:
-            self.graph.free()  # after an error, too: its memory is for what follows
+        self._decode()
         self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
         return self.collector.own
 
@@ -244,13 +229,15 @@ class Generation:
 
     def _step(self) -> Ended:
         """Draw the next token of every row."""
-        live, width = self.live, int(self.count[:self.live].max())
-        if self.moved:
-            self._arrange()
-        if self.graph.enabled:
+        padded = self.graphs.enabled
+        if self.moved or padded != self.padded:
+            self._arrange(padded)
+        width = int(self.count[:self.live].max())
+        if padded:
             width = padded_width(width, self.cache.plan.length)
-        done = self.graph.run((live, width), partial(self._compute, live, width))
-        self.count[:live] += self.owner[:live] >= 0
+        rows = self.decode.live
+        done = self.graphs.run((self.decode.shape, width), partial(self._compute, rows, width))
+        self.count[:rows] += self.owner[:rows] >= 0
         finished = np.flatnonzero(done.cpu().numpy())  # the one sync of a step
         return self._retire(finished) if len(finished) else []
 
@@ -262,14 +249,14 @@ class Generation:
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
         return self._record(state, logits, noise, self.params, None if self.seen is None else self.seen[:live])
 
-    def _arrange(self) -> None:
-        """Pass to the attention the prompt slot and the prompt length that each row reads."""
-        owner = self.owner[:self.live]
+    def _arrange(self, padded: bool) -> None:
+        """Pass to the attention the prompt slot and the prompt length that each row reads; ``padded``: some more rows,
+        which are free."""
+        owner = self.owner[:padded_rows(self.live, len(self.owner)) if padded else self.live]
         alive = owner >= 0
         self.decode.arrange(np.where(alive, self.prompt_slot[self.request_of[owner]], -1),
-                            np.where(alive, self.prompt_len[owner], 0))
-        self.graph.forget()
-        self.moved = False
+                            np.where(alive, self.prompt_len[owner], 0), padded)
+        self.moved, self.padded = False, padded
 
     def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams,
                 seen: Tensor | None) -> Tensor:
@@ -316,6 +303,7 @@ class Generation:
         rows = self.cache.rows.data
         rows[:, :, to, :, :width] = rows[:, :, moved, :, :width]
         self.state[:, to] = self.state[:, moved]
+        self.state[:, moved] = self.free  # sizes that are rounded up reach them
         for drawn in (self.noise, self.seen):
             if drawn is not None:
                 drawn[to] = drawn[moved]

@@ -1,8 +1,10 @@
 """CUDA graphs of the decode step: one launch instead of one per kernel.
 
 For a small model, launching a decode step takes the host longer than the GPU needs to compute it. A graph replays the
-kernels of a step on the same memory, so it is valid as long as a step has the same shapes and addresses.
+kernels of a step on the same memory, so it is valid as long as a step has the same shapes and addresses. Shapes are
+rounded up to a few, and what differs between steps of one shape is copied to where the graph reads it.
 """
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
@@ -10,90 +12,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.config.engines import HF_GRAPHS
 from lightrft.utils.errors import CaptureException
 from lightrft.utils.logging import get_logger
 
-_EAGER = 2  # steps of one shape before it is captured: libraries allocate their workspaces, and many shapes end
-_WIDTH = 64  # tokens by which the keys that a step reads grow
+EAGER = 1  # steps of one shape before it is captured: libraries load their kernels
+_WIDTH = 64  # tokens by which short keys that a step reads grow
 
 
 def padded_width(width: int, most: int) -> int:
-    """Round ``width`` up, to at most ``most``, so that many steps have the same shape; masks hide the rest."""
-    return min(-(-width // _WIDTH) * _WIDTH, most)
+    """Round tokens up to a multiple of 64 or of an eighth of the next power of two, to at most ``most``; masks hide
+    the rest."""
+    step = max(_WIDTH, (1 << (width - 1).bit_length()) // 8)
+    return min(-(-width // step) * step, most)
 
 
-class StepGraph:
-    """Runs a step again and again: as it is, and on a GPU as a graph once its ``key`` has stayed the same for a while.
+def padded_rows(rows: int, most: int) -> int:
+    """Round rows up to a power of two or three quarters of one, to at most ``most``."""
+    above = 1 << (rows - 1).bit_length()
+    return min(above - above // 4 if rows <= above - above // 4 else above, most)
 
-    A step must read and write tensors that stay where they are. One that cannot be captured, because it waits for the
-    device, runs as it is from then on, after one warning; one for which memory was lacking until :meth:`retry`.
 
-    The graphs of one generation follow each other in one pool of memory. So a capture takes no new memory where shapes
-    are alike, and need not wait for the device and empty torch's cache, as ``torch.cuda.graph`` does.
+class StepGraphs:
+    """Runs steps: as they are, and on a GPU as graphs from the second step of a shape on.
+
+    A step must read and write tensors that stay where they are until :meth:`free`. One that cannot be captured, because
+    it waits for the device, turns graphs off, after one warning; one for which memory was lacking until :meth:`retry`.
+
+    All graphs share one pool of memory: they run one after the other, and no result is read after the next step. So a
+    capture takes no new memory where shapes are alike, and need not wait for the device and empty torch's cache, as
+    ``torch.cuda.graph`` does.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.enabled, self.device = device.type == "cuda", device
-        self.lacked_memory = False
+        self.lacked_memory, self.seen = False, Counter[Hashable]()
         self.stream: Any = torch.cuda.Stream(device) if self.enabled else None
         self.free()
 
     def free(self) -> None:
-        """Drop the graph and its memory."""
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.pool: Any = torch.cuda.graph_pool_handle() if self.enabled else None
-        self.forget()
+        """Drop all graphs and their memory: tensors that the steps use have moved.
 
-    def forget(self) -> None:
-        """Stop using the graph: tensors that a step uses have moved. Its memory waits for the next one."""
-        self.key: Hashable = None
-        self.seen = 0
-        self.result: Tensor | None = None
+        From then on shapes that have been seen are captured at once.
+        """
+        self.graphs = OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]]()  # with the result of each
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def retry(self) -> None:
         """Capture again if memory was lacking; call this when memory has changed hands."""
         self.enabled, self.lacked_memory = self.enabled or self.lacked_memory, False
 
     def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """Run ``step``, whose shapes depend on ``key`` alone; the result is valid until the next call."""
-        if key != self.key:
-            self.forget()
-            self.key = key
-        self.seen += 1
-        if self.enabled and self.result is None and self.seen > _EAGER:
-            self._capture(step)
-        if self.graph is None or self.result is None:
+        """Run ``step``, whose shapes and addresses depend on ``key`` alone; the result is valid until the next call."""
+        if self.enabled and key not in self.graphs and self.seen[key] >= EAGER:
+            self._capture(key, step)
+        self.seen[key] += 1
+        if key not in self.graphs:
             return step()
-        self.graph.replay()
-        return self.result
+        self.graphs.move_to_end(key)
+        graph, result = self.graphs[key]
+        graph.replay()
+        return result
 
-    def _capture(self, step: Callable[[], Tensor]) -> None:
+    def _capture(self, key: Hashable, step: Callable[[], Tensor]) -> None:
         """Record the kernels of ``step``; nothing is computed. An error costs the graphs alone: a step that is wrong
         raises again where it runs as it is."""
-        graph = torch.cuda.CUDAGraph()
-        if self.graph is None:  # during a capture torch gives back none of the memory that an update has left cached
+        if not self.graphs:  # during a capture torch gives back none of the memory that an update has left cached
             torch.cuda.empty_cache()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with CaptureException() as captured, torch.cuda.stream(self.stream):
-            graph.capture_begin(self.pool, "thread_local")  # other threads may allocate meanwhile
-            try:
-                self.result = step()
-            finally:
-                graph.capture_end()
-        if captured.cause is None:
-            self.graph = graph  # the former one held the pool until now
-        elif isinstance(captured.cause, Exception):
+        if len(self.graphs) >= HF_GRAPHS:
+            self.graphs.popitem(last=False)
+        with CaptureException() as captured:
+            self.graphs[key] = self._record(step)
+        if isinstance(captured.cause, Exception):
             self._give_up(captured.cause.__context__ or captured.cause)  # the end of a capture raises another one
             captured.cause = None  # its traceback has this frame, and a circle would keep the tensors of the step
-        else:
+        elif captured.cause is not None:
             raise captured.cause
+
+    def _record(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        """Capture ``step`` on a stream of its own; return its graph and where that writes the result."""
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(self.pool, "thread_local")  # other threads may allocate meanwhile
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
+        return graph, result
 
     def _give_up(self, cause: BaseException) -> None:
         """Run the steps that follow as they are. ``cause``: the error that ended the capture."""
-        self.result, self.enabled, self.lacked_memory = None, False, isinstance(cause, torch.OutOfMemoryError)
+        self.enabled, self.lacked_memory = False, isinstance(cause, torch.OutOfMemoryError)
         self._end_allocation()
         self._end_capture_mode()
-        self.graph = None
+        self.free()
         until = " until the engine next wakes" if self.lacked_memory else ""
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
         get_logger().warning(f"the hf engine decodes without CUDA graphs{until}: a step cannot be captured ({reason})")

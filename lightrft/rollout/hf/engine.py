@@ -2,27 +2,31 @@
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.config.engines import HF_CACHE_PART
+from lightrft.config.engines import HF_CACHE_PART, HF_KEPT_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.cpu_linear import packed_weights, use_onednn
-from lightrft.models.rope import adapt, fixed_length
+from lightrft.models.rope import adapt, fixed_length, ropes
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
                                      stop_ids)
-from lightrft.rollout.hf.decode_graph import StepGraph
+from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
+from lightrft.rollout.hf.workspace import Sizes, Workspace
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.optimizer import is_whole
@@ -30,6 +34,7 @@ from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
 _MIB = 1 << 20
+_ANY = 1 << 62  # tokens: no limit
 
 
 @contextlib.contextmanager
@@ -90,8 +95,8 @@ class HFEngine:
         self._ready, self._asleep = not owns_model, False
         self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
         self._probed: tuple[KVSpec, Forward] | None = None
-        self._cache: KVCache | None = None
-        self._graph = StepGraph(self._device)
+        self._space: Workspace | None = None
+        self._graphs = StepGraphs(self._device)
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
@@ -108,10 +113,14 @@ class HFEngine:
         longest = max(len(request.token_ids) for request in requests) + params.max_new_tokens
         with _inference(self.model), fixed_length(self.model, self.longest or longest):
             spec, decode_pass = self._probe()
-            generation = Generation(self.model, self.modality, decode_pass, self._cache_for(spec, requests, params),
-                                    collector, params, self._stop_mask(params), self._graph)
-            with packed_weights(self.modality.body(self.model)):
-                return generation.run()
+            space = self._space_for(self._plan(spec, requests, params), spec, collector, params)
+            generation = Generation(self.model, self.modality, decode_pass, space, collector, params,
+                                    self._stop_mask(params), self._graphs)
+            with packed_weights(self.modality.body(self.model)), contextlib.ExitStack() as after_an_error:
+                after_an_error.callback(self._forget)  # its memory is for what follows
+                responses = generation.run()
+                after_an_error.pop_all()
+        return responses
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         if self._asleep:
@@ -127,7 +136,7 @@ class HFEngine:
     def _stop_mask(self, params: SamplingParams) -> Tensor:
         mask = torch.zeros(self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
         mask[stop_ids(self.eos_token_ids, params, len(mask))] = True
-        return mask.to(self._device)
+        return mask
 
     def _probe(self) -> tuple[KVSpec, Forward]:
         """The size of the cache and the pass of a decode step, which are those of the architecture."""
@@ -135,22 +144,44 @@ class HFEngine:
             self._probed = probe_spec(self.model, self.modality), find_decode_pass(self.model, self.modality)
         return self._probed
 
-    def _cache_for(self, spec: KVSpec, requests: list[Request], params: SamplingParams) -> KVCache:
-        """The cache of the last call when it fits, else a new one of as many slots as are needed and affordable."""
+    def _plan(self, spec: KVSpec, requests: list[Request], params: SamplingParams) -> KVPlan:
+        """Plan a cache of as many slots as are needed and affordable; on a GPU for prompts that are somewhat longer, if
+        that takes no slot."""
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
         prompt, token = max(len(request.token_ids) for request in requests), spec.bytes_per_token
-        plan = KVPlan.fit(self.kv_bytes // token, [len(request.seeds) for request in requests], prompt,
-                          max(1, params.max_new_tokens - 1), self.max_seqs)
+        fit = partial(KVPlan.fit, self.kv_bytes // token, [len(request.seeds) for request in requests],
+                      length=max(1, params.max_new_tokens - 1), most=self.max_seqs)
+        plan = fit(prompt)
         if plan.slots < 1:
             raise UserError(f"one sequence of {prompt} prompt + {params.max_new_tokens} new tokens needs "
                             f"{(prompt + params.max_new_tokens - 1) * token / _MIB:.1f} MiB of key-value cache, the "
                             f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
                             f"--generate_max_len")
-        if self._cache is None or self._cache.plan != plan:
-            self._cache = None  # freed before the new one is allocated
-            self._cache = KVCache(spec, plan, self._device)
-        return self._cache
+        padded = fit(padded_width(prompt, _ANY)) if self._device.type == "cuda" else plan
+        return padded if padded.slots == plan.slots else plan
+
+    def _space_for(self, plan: KVPlan, spec: KVSpec, collector: CompletionCollector,
+                   params: SamplingParams) -> Workspace:
+        """The tensors of the last call when they fit, with the graphs that use them, else new ones."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        model = *(tensor.data_ptr() for tensor in held), *map(attrgetter("fixed"), ropes(self.model))
+        sizes = Sizes.of(replace(params, stop_token_ids=()), int(collector.left.sum()), len(self._stop_mask(params)),
+                         model, self._device.type == "cuda")
+        if self._space is None or not self._space.fits(plan, sizes):
+            cache = self._cache if self._cache is not None and self._cache.plan == plan else None
+            self._forget()  # freed before the new one is allocated
+            self._space = Workspace(cache or KVCache(spec, plan, self._device), sizes)
+        return self._space
+
+    @property
+    def _cache(self) -> KVCache | None:
+        return self._space.cache if self._space else None
+
+    def _forget(self) -> None:
+        """Free the cache, and the graphs that use it."""
+        self._space = None
+        self._graphs.free()
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -181,24 +212,33 @@ class HFEngine:
         return fingerprints([Piece(held[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
-        """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all."""
-        self._cache = None
-        if self.owns_model and not self._asleep:
-            self._sizes = {weight: _resized(weight, 0) for weight in self.model.parameters()}
-            self._ready = False
+        """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all. On
+        a GPU both stay if they take a small part of its memory, and so do the graphs."""
+        if not self._small:
+            self._forget()
+            if self.owns_model and not self._asleep:
+                self._sizes = {weight: _resized(weight, 0) for weight in self.model.parameters()}
+        self._ready &= not self.owns_model
         self._asleep = True
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @property
+    def _small(self) -> bool:
+        weights = sum(weight.nbytes for weight in self.model.parameters()) if self.owns_model else 0
+        held = self._space.nbytes if self._space else 0
+        return self._device.type == "cuda" and (weights + held) * HF_KEPT_PART <= total_memory(self._device)
 
     def wake(self) -> None:
         """Allocate the weights of a copy again; :meth:`update_weights` fills them."""
         for weight, size in self._sizes.items():
             _resized(weight, size)
         self._sizes, self._asleep = {}, False
-        self._graph.retry()
+        self._graphs.retry()
 
     def shutdown(self) -> None:
         """Free the cache, and the model if it is the engine's own."""
+        self._forget()
         self.sleep()
         self._ready, self._probed = False, None
         if self.owns_model:

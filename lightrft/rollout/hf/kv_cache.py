@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention import PackedLayout, packed_attention
+from lightrft.rollout.hf.decode_graph import padded_rows, padded_width
 from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import upload
 
@@ -177,32 +178,47 @@ class Decode:
         self.cache = cache
         self.columns = torch.arange(max(cache.plan.length, cache.plan.prompt_len), device=cache.device)
         self.least = min(-(-_BLAS // cache.spec.dim), cache.plan.length)
+        self._held: dict[tuple[int, ...], list[Tensor]] = {}  # arrays of an arrangement, by its shape
 
-    def arrange(self, prompt_slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Let row i read ``lengths[i]`` tokens of ``prompt_slots[i]`` (-1: a free row, which reads none)."""
-        heads = np.arange(self.cache.spec.heads)
+    def arrange(self, prompt_slots: np.ndarray, lengths: np.ndarray, padded: bool = False) -> None:
+        """Let row i read ``lengths[i]`` tokens of ``prompt_slots[i]`` (-1: a free row, which reads none).
+
+        ``padded``: sizes are rounded up, and an arrangement of the same ``shape`` as an earlier one is copied to where
+        a graph reads that one.
+        """
+        heads, plan = np.arange(self.cache.spec.heads), self.cache.plan
         rows = np.flatnonzero(prompt_slots >= 0)
         rows = rows[np.argsort(prompt_slots[rows], kind="stable")]
         counts = np.bincount(prompt_slots[rows])
         rank = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
         self.live, self.prompts, self.longest, width = len(prompt_slots), len(counts), int(lengths.max()), counts.max()
-        padded = (prompt_slots[rows, None] * len(heads) + heads) * width + rank[:, None]
+        if padded:
+            self.prompts, width = padded_rows(self.prompts, plan.prompts), padded_rows(int(width), self.live)
+            self.longest = padded_width(self.longest, plan.prompt_len)
+        self.shape = self.live, self.prompts, int(width), self.longest
+        index = (prompt_slots[rows, None] * len(heads) + heads) * width + rank[:, None]
         to_rows = np.zeros((self.live, len(heads)), dtype=np.int64)
-        to_rows[rows] = padded
+        to_rows[rows] = index
         to_prompts = np.zeros(self.prompts * len(heads) * width, dtype=np.int64)
-        to_prompts[padded] = rows[:, None] * len(heads) + heads
-        device = self.cache.device
-        self.to_rows, self.to_prompts = (upload(torch.from_numpy(x.ravel()), device) for x in (to_rows, to_prompts))
+        to_prompts[index] = rows[:, None] * len(heads) + heads
+        self._place([to_rows.ravel(), to_prompts, lengths], padded)
         self.shared = self.cache.prompts.views(self.prompts, self.longest)
-        self.lengths = upload(torch.from_numpy(lengths), device)[:, None]
-        self.seen = self.columns[:self.longest] < self.lengths
+
+    def _place(self, arrays: list[np.ndarray], stay: bool) -> None:
+        """Copy the arrays of an arrangement to the device; with ``stay`` to those of its shape."""
+        new = [upload(torch.from_numpy(x), self.cache.device) for x in arrays]
+        held = self._held.setdefault(self.shape, new) if stay else new
+        for tensor, values in zip(held, new):
+            if tensor is not values:
+                tensor.copy_(values)
+        self.to_rows, self.to_prompts, self.lengths = held[0], held[1], held[2][:, None]
 
     def advance(self, newest: Tensor, width: int) -> None:
         """Prepare the next pass, whose tokens have index ``newest`` [live] in their rows, all below ``width``."""
         self.width, self.newest = max(width, self.least), newest[:, None]
         self.index = (self.cache.rows.first[:self.live] + self.newest).flatten()
         self.own = self.cache.rows.views(self.live, self.width)
-        seen = torch.cat([self.seen, self.columns[:self.width] <= self.newest], 1)
+        seen = torch.cat([self.columns[:self.longest] < self.lengths, self.columns[:self.width] <= self.newest], 1)
         self.masks: dict[int | None, Tensor] = {None: self._bias(seen)}
 
     def _bias(self, seen: Tensor) -> Tensor:

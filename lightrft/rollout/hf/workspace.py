@@ -1,0 +1,75 @@
+"""Tensors of the device that a decode step reads and writes; they stay where they are from one generation to the next.
+
+A CUDA graph has their addresses. So the engine keeps them as long as generations have the same sizes and options.
+"""
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.hf.decode_graph import padded_rows
+from lightrft.rollout.hf.kv_cache import Decode, KVCache, KVPlan
+from lightrft.utils.tensors import upload
+
+_LOGIT = 16  # bytes of a step per token of the vocabulary: float32 of the logit, the scaled one and its probability
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything besides its sizes that a decode step depends on: the room for ``samples`` responses over a
+    ``vocabulary``, the options of drawing, and what the numbers of the model follow from (addresses, frequencies)."""
+    params: SamplingParams
+    samples: int
+    vocabulary: int
+    model: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, params: SamplingParams, samples: int, vocabulary: int, model: tuple[int, ...], padded: bool) -> "Sizes":
+        """Return the sizes for ``samples`` responses; ``padded``: room for some more."""
+        return cls(params, padded_rows(max(1, samples), 1 << 62) if padded else samples, vocabulary, model)
+
+
+class Workspace:
+    """State of the slots and results of a generation, on the device of ``cache``.
+
+    ``state`` [5, slots] int64 holds the newest token, its position in the sequence and in the response, the sample that
+    a slot serves (``samples`` when free) and whether it is alive; ``free`` [5, 1] is that of a free slot. Results are
+    written to ``tokens`` and ``logprobs`` [samples + 1, max_new_tokens]; the last row takes what free slots produce.
+    With a repetition penalty ``seen`` [slots, V] has the tokens of the prompt and the response of each slot. ``noise``
+    [slots, max_new_tokens] float64 is None where nothing is drawn; ``stop`` [V] bool has the tokens that end.
+    """
+
+    def __init__(self, cache: KVCache, sizes: Sizes) -> None:
+        self.cache, self.sizes, self.decode = cache, sizes, Decode(cache)
+        device, slots, params = cache.device, cache.plan.slots, sizes.params
+        width = params.max_new_tokens
+        self.free = upload(torch.tensor([[0], [0], [0], [sizes.samples], [0]]), device)
+        self.state = self.free.repeat(1, slots)
+        self.stop = torch.zeros(sizes.vocabulary, dtype=torch.bool, device=device)
+        self.seen: Tensor | None = None
+        if params.repetition_penalty != 1.0:
+            self.seen = torch.zeros(slots, sizes.vocabulary, dtype=torch.bool, device=device)
+        self.noise: Tensor | None = None
+        if max(params.temperature, params.first_temperature or 0.0) > 0.0:
+            self.noise = torch.zeros(slots, width, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(sizes.samples + 1, width, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(sizes.samples + 1, width, dtype=torch.float32, device=device)
+
+    def fits(self, plan: KVPlan, sizes: Sizes) -> bool:
+        """Return True for a generation of these sizes; on a GPU its prompts may be shorter than the cache has room."""
+        held = self.cache.plan
+        if self.tokens.is_cuda and plan.prompt_len < held.prompt_len:
+            plan = replace(plan, prompt_len=held.prompt_len)
+        return plan == held and sizes == self.sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache, the results, and the logits of a step."""
+        cache, results = (self.cache.prompts, self.cache.rows), self.tokens.nbytes + self.logprobs.nbytes
+        return sum(store.data.nbytes for store in cache) + results + len(self.state[0]) * len(self.stop) * _LOGIT
+
+    def begin(self, stop: Tensor) -> None:
+        """Free all slots for a generation that ends at the tokens ``stop`` [V] bool, of the host."""
+        self.state.copy_(self.free.expand_as(self.state))
+        self.stop.copy_(upload(stop, self.stop.device))
