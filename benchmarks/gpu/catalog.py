@@ -15,6 +15,7 @@ class Setting:
         strategy: of the trainer.
         recompute: gradient checkpointing.
         liger: Liger's kernels, where they are installed.
+        expandable: memory of torch in segments that grow.
         reduced: tiny shapes, for the CPU.
         models: folder that keeps the random models between measurements.
         scratch: empty folder, removed afterwards.
@@ -25,6 +26,7 @@ class Setting:
     strategy: str = "auto"
     recompute: bool = False
     liger: bool = True
+    expandable: bool = False
     reduced: bool = False
     models: str = ""
     scratch: str = ""
@@ -89,6 +91,7 @@ MEASUREMENTS = (
     Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
     Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 45, Setting(liger=False), reduced=False),
     Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
+    Measurement("update-0.5b-expandable", "training:update", (UPDATE, ), 45, Setting(expandable=True), reduced=False),
     Measurement("run-hf-0.5b-fsdp2", "rollout:run", STEP + ENGINE, 90, Setting(strategy="fsdp")),
     Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", "datasets")),

@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--setting", required=True, type=json.loads, help="fields of Setting, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="file that gets the rows")
     args = parser.parse_args(argv)
+    if Setting(**args.setting).expandable:  # torch, which is imported below, reads it once
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     module, name = args.function.split(":")
     measurement = importlib.import_module(module if "." in module else f"benchmarks.gpu.{module}")
     tables: Tables = {}

@@ -68,7 +68,8 @@ INTROS = {
     catalog.FACTS: """Differences before the first update, which must be explained by rounding: between two
 passes of the trainer, and between engine and trainer. The names are those of [the metrics](metrics.md).""",
     catalog.ANATOMY: "Means of the steps after the first, in milliseconds. MFU is that of the update alone.",
-    catalog.UPDATE: """One optimizer step on one packed micro-batch per rank, with and without Liger's kernels. MFU
+    catalog.UPDATE: """One optimizer step on one packed micro-batch per rank, with and without Liger's kernels. After a
+rollout, torch has given the memory that it kept back to the device, and allocates it again. MFU
 counts 6 FLOPs per parameter and token (LoRA: 4, because frozen weights have no gradient), without recomputed
 activations; the second one adds the attention scores.""",
     catalog.ATTENTION: """Forward and backward in bfloat16 over packed sequences; FLOPs of the causal half. The backward

@@ -174,12 +174,12 @@ def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], params: Sampling
 
 
 def first_token(trainer: SPMDPPOTrainer) -> Row:
-    """Time waking up, the sync with its proof and the first token."""
+    """Time falling asleep; then waking up, the sync with its proof and the first token."""
     strategy, engine = trainer.strategy, trainer.engine
     request = [Request(trainer.loader.dataset[0].token_ids, [0])]
-    engine.sleep()
+    sleep = timed(strategy, engine.sleep)
     parts = {
         "wake, s": timed(strategy, engine.wake), "sync, s": timed(strategy, lambda: trainer.sync_weights(9)),
         "one token, s": timed(strategy, lambda: engine.generate(request, SamplingParams(1)))
     }
-    return {"wake to first token, s": sum(parts.values()), **parts}
+    return {"sleep, s": sleep, "wake to first token, s": sum(parts.values()), **parts}

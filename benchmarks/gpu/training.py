@@ -24,6 +24,7 @@ from lightrft.utils.gpu import gpu_name, peak_flops
 
 GIB = 1 << 30
 STEPS = 4  # the first one warms up
+REPEATS = 2  # of an optimizer step
 LENGTHS = ((4096, 2048), (16384, 2048), (65536, 2048), (65536, 65536))  # tokens of a micro-batch, of its sequences
 SAFE = 2  # of these fit every GPU
 REDUCED_LENGTHS = ((64, 32), (128, 64))
@@ -100,16 +101,19 @@ def row(trainer: SPMDPPOTrainer, tokens: int, longest: int) -> Row:
     """Measure one size; a size that does not fit is a result too."""
     found: Row = {"tokens per rank": tokens, "of sequences of": longest, "ranks": trainer.strategy.world_size,
                   "Liger": "on" if trainer.config.model.use_liger else "off"}  # yapf: disable
-    cuda = trainer.strategy.device.type == "cuda"
+    exp, cuda = packed(tokens, longest, trainer), trainer.strategy.device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        seconds = optimizer_step_seconds(trainer, packed(tokens, longest, trainer))
+        seconds = min(step_seconds(trainer, exp, 1 + REPEATS)[1:])  # the first one warms up
+        if cuda:
+            torch.cuda.empty_cache()  # as an engine that falls asleep does
+        after, = step_seconds(trainer, exp, 1)
     except torch.OutOfMemoryError:
         trainer.strategy.discard_gradients(trainer.prepared["actor"])
         return found | {"s": "out of memory"}
-    found |= {"s": seconds, "tokens/s": tokens * trainer.strategy.world_size / seconds}
+    found |= {"s": seconds, "after a rollout, s": after, "tokens/s": tokens * trainer.strategy.world_size / seconds}
     return found | utilisation(trainer, tokens, longest,
                                seconds) | {"peak GiB": peak_memory_gib(trainer.strategy.device)}
 
@@ -126,8 +130,8 @@ def packed(tokens: int, longest: int, trainer: SPMDPPOTrainer) -> Experience:
                       advantages=torch.randn(tokens, generator=generator))
 
 
-def optimizer_step_seconds(trainer: SPMDPPOTrainer, exp: Experience, repeats: int = 2) -> float:
-    """Return the seconds of one optimizer step on ``exp``, the best after one that warms up."""
+def step_seconds(trainer: SPMDPPOTrainer, exp: Experience, steps: int) -> list[float]:
+    """Return the seconds of each of several optimizer steps on ``exp``."""
     config, strategy, actor = trainer.config, trainer.strategy, trainer.prepared["actor"]
     loss_module = PolicyLoss(config.algorithm, config.rollout.generate_max_len)
     counts = strategy.all_reduce(count(exp.loss_mask, exp.cu_seqlens).to(strategy.device))
@@ -137,13 +141,13 @@ def optimizer_step_seconds(trainer: SPMDPPOTrainer, exp: Experience, repeats: in
         logprobs, entropy = actor.model(batch, entropy=True)
         return loss_module(logprobs, entropy, batch, loss_module.denominators(counts), 0.0)[0]
 
-    for _ in range(repeats + 1):
+    for _ in range(steps):
         synchronize(strategy)
         start = time.perf_counter()
         step.run(actor, lambda part: exp, [[0]], float(exp.loss_mask.sum()), loss_of)
         synchronize(strategy)
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    return seconds
 
 
 def synchronize(strategy: StrategyBase) -> None:

@@ -17,6 +17,7 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
 from lightrft.tests.support.fake_cuda.ledger import EMPTIED, marginal
 from lightrft.trainer import ppo_update
+from lightrft.trainer.checks.gradient_invariance import set_aside
 from lightrft.trainer.offline.tests import test_sft_trainer as sft
 
 no_picture = runs.no_picture
@@ -124,6 +125,19 @@ def test_weights_have_arrived_in_host_memory_when_modules_read_them():
         assert not prepared.model.read.is_cuda and torch.equal(prepared.model.read, before)
         strategy.reload(prepared)
         assert prepared.model.weight.is_cuda and torch.equal(prepared.model.weight.cpu(), before)
+
+
+@pytest.mark.parametrize("free, stays", [(47, False), (48, True)])
+def test_gradients_of_the_self_test_stay_on_a_device_with_room_for_the_moments(free, stays, monkeypatch):
+    """Six numbers in float32: their copy waits on the device, or in host memory where the device is full."""
+    with fake_cuda() as ledger:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 30))
+        grads = {"weight": torch.arange(6.0, device="cuda")}
+        ledger.counts.clear()
+        copies = set_aside(grads)
+        assert copies["weight"].is_cuda == stays and ledger.total(SYNC) == (not stays)
+        grads["weight"].zero_()
+        assert copies["weight"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 class InFiles(torch.nn.Linear):

@@ -172,6 +172,14 @@ def used_memory_gib(device: torch.device) -> float:
         return peak_memory_gib(device)
 
 
+def available_memory(device: torch.device) -> float:
+    """Bytes that torch can still allocate on ``device``, those included that it keeps for later; infinite on CPUs."""
+    if device.type != "cuda":
+        return float("inf")
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def total_memory(device: torch.device) -> int:
     """Total memory of ``device`` in bytes; on CPU that of the host, or the limit of the container if it is less."""
     if device.type == "cuda":

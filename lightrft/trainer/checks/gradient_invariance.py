@@ -5,6 +5,7 @@ divides by, or averages over, its own micro-batch or rank, the two gradients dif
 side effects: gradients are dropped, dropout is off during the test, and random generators are restored.
 """
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.replay_buffer import bind, MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
 from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
-from lightrft.utils.env import rng_state, set_rng_state
+from lightrft.utils.env import available_memory, rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 
@@ -164,6 +165,16 @@ def own_counts(batch: Experience) -> dict[str, Weight]:
     }  # yapf: disable
 
 
+def set_aside(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy gradients: on their device if it has room for twice their size, as the moments of the first optimizer step
+    will take; else to host memory, which takes seconds per 10 GB."""
+    sizes: Counter[torch.device] = Counter()
+    for grad in grads.values():
+        sizes[grad.device] += grad.nbytes
+    roomy = {device for device, size in sizes.items() if available_memory(device) >= 2 * size}
+    return {name: grad.to(grad.device if grad.device in roomy else "cpu", copy=True) for name, grad in grads.items()}
+
+
 class SelfTest:
     """Compares the gradients of two cuts, once for each model, as soon as a batch allows a comparison.
 
@@ -232,12 +243,12 @@ class SelfTest:
                 module.eval()
         grads = self._gradients(prepared, batch, both[0], loss_of(both[0]), weight)
         planned = strategy.global_norm(prepared, list(grads.values()))
-        kept = {name: grad.to("cpu", copy=True) for name, grad in grads.items()}  # a second copy may not fit on a GPU
+        kept = set_aside(grads)
         strategy.discard_gradients(prepared)
         grads = self._gradients(prepared, batch, both[1], loss_of(both[1]), weight)
         other = strategy.global_norm(prepared, list(grads.values()))
         for name, grad in grads.items():
-            grad.sub_(kept[name].to(grad.device))
+            grad.sub_(kept.pop(name).to(grad.device))
         difference = strategy.global_norm(prepared, list(grads.values()))
         strategy.discard_gradients(prepared)
         prepared.model.train(training)
