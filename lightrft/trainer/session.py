@@ -1,5 +1,4 @@
 """Session around a run: checks before any process group exists, strategy, watchdog, signals, clean end."""
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.trial import DEFAULT, TrialContext, try_inputs
-from lightrft.utils.env import World, seed_everything, used_memory_gib
+from lightrft.utils.env import frozen_objects, seed_everything, used_memory_gib, World
 from lightrft.utils.errors import at_prompt, disk_full_is_expected, ExpectedError, leave_error, UserError
 from lightrft.utils.gpu import rank_device
 from lightrft.utils.logging import get_logger
@@ -85,11 +84,8 @@ def _session(parsed: ParsedConfig, exits: bool, made: StrategyBase | None) -> It
         refuse_unlike_ranks(strategy.all_gather_object(chosen_by_machine(config)))
         seed_everything(config.seed + strategy.rank)
         _announce(parsed, strategy)
-        gc.freeze()  # imported objects stay: scanning them in every collection takes milliseconds per step
-        try:
+        with frozen_objects():
             yield Session(strategy, timer)
-        finally:
-            gc.unfreeze()
     strategy.teardown()
 
 

@@ -90,22 +90,33 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def rare_garbage_collection() -> Iterator[None]:
-    """Collect reference cycles rarely, and never among the objects that exist already (modules, models, data sets).
+def frozen_objects() -> Iterator[None]:
+    """Hide the objects that exist already (modules, models, data sets) from the garbage collector.
 
-    By default the collector visits all of these several times per step, although a step leaves no cycles with tensors.
-    Within an outer call of this the objects stay frozen until that ends.
+    By default it visits all of them several times per step, which takes milliseconds. Where some are frozen already,
+    all stay frozen until an outer call ends.
     """
-    thresholds, outer = gc.get_threshold(), gc.get_freeze_count() > 0
-    gc.collect()
+    outer = gc.get_freeze_count() > 0
     gc.freeze()
-    gc.set_threshold(_ALLOCATIONS, *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
         if not outer:
             gc.unfreeze()
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Collect reference cycles rarely, and never among the objects that exist already: a step leaves no cycles with
+    tensors."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(_ALLOCATIONS, *thresholds[1:])
+    try:
+        with frozen_objects():
+            yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @contextmanager

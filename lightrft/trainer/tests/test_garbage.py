@@ -42,6 +42,15 @@ def test_a_step_leaves_no_tensors_to_the_collector(home, tmp_path, options):
     assert left == [[]] * 3
 
 
+@pytest.fixture(name="thawed")
+def fixture_thawed():
+    """No object is frozen, as in a program that begins to train."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
 def test_the_collector_is_as_before_after_training():
     before = gc.get_threshold()
     with pytest.raises(KeyError), rare_garbage_collection():
@@ -50,6 +59,7 @@ def test_the_collector_is_as_before_after_training():
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("thawed")
 def test_an_inner_call_leaves_what_an_outer_one_froze():
     with rare_garbage_collection():
         with rare_garbage_collection():
