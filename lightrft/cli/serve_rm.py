@@ -34,8 +34,7 @@ def serve(parsed: ParsedConfig) -> None:
         rewards = load(session.strategy)
         renderers = [model.reader.renderer for model in rewards.neural.values()]
         ends = {str(end) for each in renderers for end in (*each.ends, each.tokenizer.pad_token) if end}
-        starts = {str(token.bos_token) for token in (each.tokenizer for each in renderers)
-                  if token.bos_token and token("").input_ids[:1] == [token.bos_token_id]}  # yapf: disable
+        starts = {each.start for each in renderers if each.start}
         server = RewardServer(config.server, lambda items: rewards.collect(rewards.submit(items)), tuple(sorted(ends)),
                               tuple(sorted(starts)))
         get_logger().info(f"serving {', '.join(rewards.neural)}: POST {server.url}/get_reward")

@@ -242,6 +242,16 @@ class Renderer:
         return ""
 
     @cached_property
+    def start(self) -> str:
+        """Text of the token (bos) that the tokenizer writes before a text by itself; empty if it writes none."""
+        bos, token = self.tokenizer.bos_token, self.tokenizer.bos_token_id
+        return str(bos) if bos and self._whole([""])[0][:1] == [token] else ""
+
+    def _whole(self, texts: list[str]) -> list[list[int]]:
+        """Tokenize texts with the special tokens that the tokenizer writes around them."""
+        return self.tokenizer(texts, add_special_tokens=True, return_attention_mask=False, verbose=False).input_ids
+
+    @cached_property
     def _adds_blank(self) -> bool:
         head, tail, both = (ids for ids, _ in self._tokens(["=", "2", "=2"]))
         return head + tail != both
@@ -265,9 +275,8 @@ class Renderer:
         """Tokenize plain prompts: the tokenizer's first token (bos) is added once, its last (eos) never."""
         if not texts:
             return []
-        bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
-        stripped = [text.removeprefix(bos) if bos else text for text in texts]
-        ids = self.tokenizer(stripped, add_special_tokens=True, return_attention_mask=False, verbose=False).input_ids
+        stripped, eos = [text.removeprefix(self.start) for text in texts], self.tokenizer.eos_token_id
+        ids = self._whole(stripped)
         bare = self.tokenizer(stripped[:1], add_special_tokens=False, verbose=False).input_ids
         appends_eos = ids[0][-1:] == [eos] and bare[0][-1:] != [eos]
         return [row[:-1] for row in ids] if appends_eos else ids

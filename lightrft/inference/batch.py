@@ -16,7 +16,7 @@ from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.template_variables import check_read
 from lightrft.inference.loading import LoadedModel
-from lightrft.inference.post_processing import normalise_rewards, post_process
+from lightrft.inference.post_processing import normalise_rewards, post_process, truncated
 from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
 from lightrft.inference.responses import reward_input_of, score_responses
 from lightrft.inference.row_files import refuse_other_run, Row, RowFiles, write_rows
@@ -184,7 +184,7 @@ def summarise(rows: list[Row]) -> dict[str, float]:
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]
     prompts = {row.get("prompt_id", row["input"]) for row in rows}
     found: dict[str, float] = {"prompts": len(prompts), "responses": len(rows)}
-    found["truncated responses"] = sum(row.get("finish_reason") == "length" for row in rows)
+    found["truncated responses"] = sum(map(truncated, rows))
     if any("reward" in row for row in rows):
         found["unscored responses"] = len(rows) - len(rewards)
     if rewards:

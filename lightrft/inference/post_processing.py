@@ -32,10 +32,17 @@ def normalise_rewards(rows: list[Row]) -> list[Row]:
     return [row if row.get("reward") is None else row | {"reward": (row["reward"] - mean) / deviation} for row in rows]
 
 
+def truncated(row: Row) -> bool:
+    """Return True if the ``finish_reason`` of a response says, in the words of an engine or an API, that it was cut."""
+    reason = row.get("finish_reason")
+    reason = reason.get("type") if isinstance(reason, dict) else reason  # SGLang
+    return str(reason).lower() in ("length", "max_tokens", "max_length")
+
+
 def rejection_sampling(rows: list[Row], counts: Counts, keep_truncated: bool = False) -> list[Row]:
-    """Return the best response to each prompt; of several with the best reward the first. A truncated response (its
-    ``finish_reason`` is ``length``) would teach to end in the middle of a sentence: it takes part only on request."""
-    best, whole = [], [row for row in rows if keep_truncated or row.get("finish_reason") != "length"]
+    """Return the best response to each prompt; of several with the best reward the first. A :func:`truncated` response
+    would teach to end in the middle of a sentence: it takes part only on request."""
+    best, whole = [], [row for row in rows if keep_truncated or not truncated(row)]
     counts["truncated responses left out"] += len(rows) - len(whole)
     for group in _groups(whole, counts):
         chosen = max(group, key=lambda row: row["reward"])  # the first of equals

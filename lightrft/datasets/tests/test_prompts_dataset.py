@@ -129,7 +129,7 @@ def test_template_that_refuses_the_messages(build):
 
 class Wrapping:
     """A tokenizer that puts bos before every text and eos after it, as some do."""
-    bos_token, eos_token_id, chat_template = "<|im_start|>", 3, None
+    bos_token, bos_token_id, eos_token_id, chat_template = "<|im_start|>", 2, 3, None
 
     def __init__(self, inner):
         self.inner = inner
@@ -146,6 +146,14 @@ def test_special_tokens_are_not_doubled(build, tokenizer):
     plain = tokenizer("1+1?").input_ids
     for text in ("1+1?", "<|im_start|>1+1?"):
         assert build([PLAIN | {"input": text}], tokenizer=wrapping)[0].token_ids == [2, *plain]
+
+
+def test_a_bos_that_only_the_text_has_stays(build):
+    """The tokenizer of SmolLM2 names a bos and writes none."""
+    silent = tiny.tokenizer()
+    silent.bos_token, text = "<|im_start|>", "<|im_start|>user\n1+1?"
+    assert build([PLAIN | {"input": text}], tokenizer=silent)[0].token_ids == silent(text).input_ids
+    assert silent.bos_token_id in silent(text).input_ids and silent.bos_token_id not in silent("1+1?").input_ids
 
 
 def test_too_long_prompts(build, caplog):

@@ -23,8 +23,9 @@ def test_rejection_sampling_takes_the_best_and_counts_ties():
     assert counts == Counter({"ties for the best response": 1, "repeated responses": 1, "unscored responses": 3})
 
 
-def test_truncated_responses_are_left_out_unless_they_are_asked_for():
-    scored = [row | {"finish_reason": reason} for row, reason in zip(SCORED[:3], ("stop", "length", "stop"))]
+@pytest.mark.parametrize("cut", ["length", "MAX_TOKENS", {"type": "length", "length": 8}])  # of engines and APIs
+def test_truncated_responses_are_left_out_unless_they_are_asked_for(cut):
+    scored = [row | {"finish_reason": reason} for row, reason in zip(SCORED[:3], ("stop", cut, "stop"))]
     (best, ), counts = post_process("rs", scored, TEMPLATE)
     assert best == scored[0] and counts["truncated responses left out"] == 1
     (best, ), counts = post_process("rs", scored, TEMPLATE, keep_truncated=True)
