@@ -31,8 +31,14 @@ def sources(name: str, entries: list[str]) -> Iterator[str]:
         path = Path(named).expanduser()
         named_like_a_file = path.suffix in DATA_SUFFIXES or path.suffix and len(path.parts) == 1  # no hub id has one
         if not path.exists() and (looks_local(named) or named_like_a_file):
-            siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-            yield f"--{name} {entry}: no such file or folder{did_you_mean(path.name, siblings)}"
+            yield f"--{name} {entry}: no such file or folder{_beside(path)}"
+
+
+def _beside(path: Path) -> str:
+    """Name the file beside an absent one that was meant: of its stem in another form, else of the nearest name."""
+    siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    forms = [name for name in siblings if name in (f"{path.stem}{suffix}" for suffix in DATA_SUFFIXES)]
+    return did_you_mean(path.name, forms, cutoff=0.0) or did_you_mean(path.name, siblings)
 
 
 def suites(name: str, entries: list[str]) -> Iterator[str]:

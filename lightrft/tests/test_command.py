@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft import __version__
-from lightrft.cli import main as command
+from lightrft.cli import main as command, train
 from lightrft.cli.offline import OFFLINE
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
@@ -89,6 +89,20 @@ def test_a_module_of_another_trainer_runs_our_command_and_says_so(word, name, mo
         ours = f"lightrft.cli.{word} is lightrft {name} here, or python -m {command.COMMANDS[name][0]}"
         default = "; --advantage_estimator is gae, unless it is given" if "ppo" in word else ""
         assert err.endswith(f"{ours}{default}\n") if rank == "0" else not err
+
+
+@pytest.mark.parametrize("word, flags, estimator", [
+    ("train_ppo", [], "gae"), ("train_ppo_ray", [], "gae"), ("main_ppo", [], "gae"),
+    ("train_ppo_ray", ["--advantage_estimator", "rloo"], "rloo"),
+    ("train_colocate", [], Config().algorithm.advantage_estimator)
+])  # yapf: disable
+def test_a_module_that_is_named_after_ppo_estimates_advantages_with_its_critic(word, flags, estimator, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(train, "train", parsed.append)
+    monkeypatch.setattr(sys, "argv", ["", "--pretrain", "m", "--prompt_data", "d", *flags])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module(f"lightrft.cli.{word}", run_name="__main__", alter_sys=True)
+    assert not done.value.code and parsed[0].config.algorithm.advantage_estimator == estimator
 
 
 def test_a_module_that_is_no_command_is_not_found():

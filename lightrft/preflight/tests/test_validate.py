@@ -296,7 +296,8 @@ def test_what_nothing_reads_is_told() -> None:
 def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    for typed in ("mine.jsn", "./mine.jsn", str(tmp_path / "mine.json")):
+    (tmp_path / "yours.parquet").touch()
+    for typed in ("mine.jsn", "./mine.jsn", str(tmp_path / "mine.json"), "./mine.parquet"):
         found, = paths.sources("prompt_data", [typed])
         assert found == f"--prompt_data {typed}: no such file or folder (did you mean mine.jsonl?)"
     assert not list(paths.sources("prompt_data", ["openai/gsm8k", "gsm8k", "mine.jsonl", "org/data.v2"]))

@@ -17,7 +17,8 @@ from lightrft.tests.support.scorers import save_scorer
 _PATHS = {
     "model":
     "meta-llama/Meta-Llama-3-8B OpenRLHF/Llama-3-8b-sft-mixture mistralai/Mistral-7B-v0.1 meta-llama/Llama-2-7b-hf "
-    "meta-llama/Llama-2-13b-chat-hf meta-llama/Llama-2-7b-chat-hf Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen2-7B-Instruct "
+    "meta-llama/Meta-Llama-3-8B-Instruct meta-llama/Meta-Llama-3-70B-Instruct meta-llama/Llama-2-13b-chat-hf "
+    "meta-llama/Llama-2-7b-chat-hf Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen2-7B-Instruct "
     "Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-7B-Instruct deepseek-ai/deepseek-coder-6.7b-instruct "
     "Skywork/Skywork-Orz-Math-7B $MODEL_PATH",
     "rm": "OpenRLHF/Llama-3-8b-rm-700k OpenRLHF/Llama-3-8b-rm-mixture",
