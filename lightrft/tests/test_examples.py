@@ -190,7 +190,8 @@ def test_gsm8k_readme_names_every_variable():
 def quickstart(tmp_path_factory):
     """``run_quickstart.sh``: data and model, four supervised steps, three of GRPO on two ranks."""
     folder = tmp_path_factory.mktemp("quickstart") / "out"
-    sizes = {"PREPARE_ARGS": "--train_rows 64 --test_rows 16 --sft_rows 128", "SFT_ARGS": "--max_steps 4"}
+    sizes = {"PREPARE_ARGS": "--train_rows 64 --test_rows 16 --sft_rows 128", "SFT_ARGS": "--max_steps 4",
+             "WARM_CURVES": "1"}  # yapf: disable
     words = ("--seed 3 --max_steps 3 --eval_steps 3 --save_steps 2 --rollout_batch_size 4 --n_samples_per_prompt 4 "
              "--train_batch_size 16 --print_samples 2 --no_drop_zero_advantage").split()  # all of its groups are flat
     printed = launch("bash", QUICKSTART / "run_quickstart.sh", *words, cwd=folder.parent, OUT=str(folder), **sizes)

@@ -147,7 +147,7 @@ def test_the_model_of_sounds_answers(sounds):
 def quickstart(folder, name, sizes, words):
     """Data and model, warm-up and GRPO of one script; returns what it printed."""
     return launch("bash", EXAMPLES / name / f"run_{name}.sh", *words.split(), "--save_steps", -1, "--print_samples", 2,
-                  cwd=folder, timeout=550, OUT=str(folder), **sizes)  # yapf: disable
+                  cwd=folder, timeout=550, OUT=str(folder), WARM_CURVES="1", **sizes)
 
 
 @pytest.fixture(scope="module")

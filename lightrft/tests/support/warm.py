@@ -1,7 +1,8 @@
 """A command ``python`` for scripts under test that starts in a moment: it is forked from the server of :mod:`launch`.
 
-Everything else is as in a fresh process: arguments, environment, folder, files, signals and the exit code. A program
-that is not a module or a script, or whose environment differs in what imports read, gets a fresh Python.
+Everything else is as in a fresh process: arguments, environment, folder, files, signals and the exit code. Curves are
+drawn with ``WARM_CURVES`` in the environment. A program that is not a module or a script, or whose environment differs
+in what imports read, gets a fresh Python.
 """
 import atexit
 import gc
@@ -17,6 +18,7 @@ import tempfile
 import warnings
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from threading import Thread
@@ -142,6 +144,8 @@ def _can_run(program: list[str], environ: dict[str, str]) -> bool:
 def _take(environ: dict[str, str], flags: list[str]) -> None:
     """Set what an interpreter finds at its start."""
     gc.freeze()  # or it would search for garbage in what is imported already
+    if "WARM_CURVES" not in environ:  # they take longer than a small run
+        import_module("lightrft.trainer.run_log").plot_curve = lambda *args: None
     os.environ.clear()
     os.environ.update(environ)
     if "WARM_NESTED" in environ:

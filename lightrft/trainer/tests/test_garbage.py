@@ -44,10 +44,13 @@ def test_a_step_leaves_no_tensors_to_the_collector(home, tmp_path, options):
 
 @pytest.fixture(name="thawed")
 def fixture_thawed():
-    """No object is frozen, as in a program that begins to train."""
+    """The collector is that of a program that begins to train: no object is frozen."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
     gc.unfreeze()
     yield
     gc.freeze()
+    gc.set_threshold(*thresholds)
 
 
 @pytest.mark.usefixtures("thawed")

@@ -12,15 +12,18 @@ from lightrft.tests.support import runs
 from lightrft.trainer import run_log
 from lightrft.trainer.model_card import steps_of
 from lightrft.utils import progress
+from lightrft.utils.curve import plot_curve
 from lightrft.utils.watchdog import clear_stop_request, signal_handlers
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     home = runs.write_home(tmp_path_factory.mktemp("home"))
-    return runs.run(home,
-                    tmp_path_factory.mktemp("runs") / "mine", max_steps=2, init_kl_coef=0.1, save_trajectories=True,
-                    eval_data=[str(home / "test.jsonl")], eval_steps=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_log, "plot_curve", plot_curve)
+        return runs.run(home,
+                        tmp_path_factory.mktemp("runs") / "mine", max_steps=2, init_kl_coef=0.1, save_trajectories=True,
+                        eval_data=[str(home / "test.jsonl")], eval_steps=-1)
 
 
 def test_responses_to_training_prompts_are_printed(tmp_path, caplog):
