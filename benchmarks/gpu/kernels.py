@@ -37,7 +37,7 @@ def best(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tensor | None:
-    kernel = packed._flash_attn()
+    kernel = packed.flash_kernel()
     cu, longest = layout.cu_seqlens, layout.max_len
     return None if kernel is None or not q.is_cuda else kernel(q, k, v, cu, cu, longest, longest, causal=True)
 

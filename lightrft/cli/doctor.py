@@ -131,13 +131,15 @@ def plan(config: Config, ranks: int | None) -> Iterator[Finding]:
         return
     from lightrft.models.config_json import model_shape, parameter_shapes
     from lightrft.preflight.algorithm_rules import trains_critic
-    from lightrft.preflight.planned import settle
+    from lightrft.preflight.planned import settle, settle_recomputation
     critic = trains_critic(config)
     shapes = parameter_shapes(config.model.pretrain)
     size, shape = count_parameters(shapes), model_shape(config.model.pretrain) if is_gated(shapes) else None
     here = devices(1)
     count = ranks or int(os.environ.get("WORLD_SIZE", "1" if here[0].name == "cpu" else len(here)))
-    settle(config, {}, Machine.here(count, local_ranks=local_ranks(ranks)))
+    machine = Machine.here(count, local_ranks=local_ranks(ranks))
+    settle(config, {}, machine)
+    settle_recomputation(config, {}, machine)
     yield from examine("model", partial(check_model, config, size))
     yield from check_disk(config, size, critic)
     yield from check_memory(config, count, size, devices(count)[:local_ranks(ranks)], shape)

@@ -163,8 +163,9 @@ def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: b
     parse = partial(convert_text, option)
     store: Any = "store" if quiet else _StoreWritten
     if option.kind is bool:
-        target.add_argument(option.flag, nargs="?", const=True, type=parse, default=kept, metavar="true|false",
-                            help=shown, action=store)
+        metavar = "|".join(("true", "false", *(option.choices or ())))
+        target.add_argument(option.flag, nargs="?", const=True, type=parse, default=kept, metavar=metavar, help=shown,
+                            action=store)
         target.add_argument(f"--no_{option.name}", dest=option.name, const=False, default=argparse.SUPPRESS,
                             help=argparse.SUPPRESS, action="store_const" if quiet else _ConstWritten)
         return

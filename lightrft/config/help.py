@@ -84,7 +84,7 @@ def _further(tree: type, left: int) -> str:
 
 def _details(option: Option, default: Any) -> str:
     """Describe one option: everything that its line in the schema holds."""
-    kind = "true|false" if option.kind is bool else option.type_name
+    kind = "true|false" if option.type_name == "bool" else option.type_name
     facts = {
         "default": show(default), "range": in_words(option.within), "reason": option.why, "needs":
         option.needs and f"--{option.needs}", "read by": ", ".join(option.read_by), "group": option.group, "off":

@@ -38,7 +38,7 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
     Args:
         default: its value when nothing sets it; lists and dicts are copied per instance.
         text: its help.
-        choices: of a closed set.
+        choices: of a closed set; of an option of type bool, the values that it may have beside true and false.
         within: the interval of a number, e.g. ``"(0, 1]"``; every numeric option has one.
         why: the reason for a bound that is not obvious.
         needs: another option and an example value, e.g. ``"kl_target 0.1"``, without which this one has no effect; of
@@ -121,7 +121,8 @@ class Option:
     @property
     def type_name(self) -> str:
         """The type as it is written in tables and help texts."""
-        name = "|".join(self.choices) if self.choices else self.kind_name
+        words = (("true", "false") if self.kind is bool else ()) + tuple(self.choices or ())
+        name = "|".join(words) if self.choices else self.kind_name
         return f"{name}, ..." if self.many else name
 
     def convert(self, value: Any) -> Any:
@@ -145,13 +146,16 @@ class Option:
         return [self._one(item) for item in items]
 
     def _one(self, value: Any) -> Any:
+        if self.kind is bool and self.choices and value in self.choices:
+            return value
         parsed = PARSERS[self.kind](value)
         if parsed is None:
-            raise ConfigError(self._complaint(EXPECTED[self.kind], value))
+            words = " or ".join((EXPECTED[self.kind], *(self.choices or ()) * (self.kind is bool)))
+            raise ConfigError(self._complaint(words, value))
         if (meant := synonym(self.name, str(parsed))) != str(parsed):
             get_logger().info("%s %s means %s here", self.flag, parsed, meant)
             parsed = PARSERS[self.kind](meant)
-        if self.choices and parsed not in self.choices:
+        if self.choices and self.kind is not bool and parsed not in self.choices:
             raise ConfigError(
                 self._complaint(f"one of {', '.join(self.choices)}", value) +
                 nearest_value(self.name, parsed, self.choices))
@@ -172,8 +176,8 @@ class Option:
             if not isinstance(vars(self)[name], str):
                 return f"{name}={vars(self)[name]!r}: expected text"
         texts = isinstance(self.choices, (list, tuple)) and all(isinstance(one, str) for one in self.choices)
-        if self.choices is not None and not (texts and self.kind is str):
-            return f"choices={self.choices!r}: expected a tuple of texts, for an option of type str"
+        if self.choices is not None and not (texts and self.kind in (str, bool)):
+            return f"choices={self.choices!r}: expected a tuple of texts, for an option of type str or bool"
         return self._interval_mistake() or self._default_mistake()
 
     def _interval_mistake(self) -> str:

@@ -12,13 +12,13 @@ from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABIL
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig
 from lightrft.config.reward_schema import AccuracyConfig, RewardConfig
-from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, OptimConfig, PolicyModelConfig, SinkConfig,
+from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, LogprobModelConfig, OptimConfig, SinkConfig,
                                            StrategyConfig, Tree)
 from lightrft.config.tree import group
 
 
 @dataclass
-class ModelConfig(PolicyModelConfig):
+class ModelConfig(LogprobModelConfig):
     """The policy, the reference, the teacher and the critic: weights, precision and adapters."""
     ref_pretrain: str | None = option(None, "HF folder or hub id of the reference policy (default: --pretrain)",
                                       needs="init_kl_coef 0.01", path="model")

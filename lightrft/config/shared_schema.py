@@ -20,9 +20,10 @@ class PolicyModelConfig:
     bf16: bool | None = option(
         None, "compute in bfloat16; master weights, log-probs and Adam's moments stay float32. With false, "
         "matrices are multiplied in float32 without TF32 (default: on CUDA, from Ampere on)")
-    gradient_checkpointing: bool | None = option(
-        None, "recompute the activations of every layer (towers included) in the backward pass, to save memory "
-        "(default: on CUDA, above 1e9 parameters)", free=True)
+    gradient_checkpointing: bool | str | None = option(
+        None, "activations of every layer (towers included) that the backward pass computes again, to save memory: "
+        "true all of them, selective all but the results of matrix products and of attention, false none (default: on "
+        "CUDA the fastest that fits into the GPU by the plan)", ("selective", ), free=True)
     lora_rank: int = option(0, "rank of the LoRA adapters; 0 trains every weight", within=NON_NEGATIVE, common=True,
                             card="LoRA rank")
     lora_alpha: int = option(16, "LoRA scale numerator (the update is multiplied by alpha / rank)", within=COUNT,
@@ -51,6 +52,16 @@ class PolicyModelConfig:
     def chunk_mib(self, gpu_bytes: int) -> int:
         """Return ``logprob_chunk_mib``, with 0 resolved for a GPU of ``gpu_bytes`` of memory in all, or a CPU (0)."""
         return self.logprob_chunk_mib or max(256, (gpu_bytes >> 20) // 64)
+
+
+@dataclass
+class LogprobModelConfig(PolicyModelConfig):
+    """A model that is trained on log-probs of tokens."""
+    fused_logprobs: bool = option(
+        False,
+        "compute log-probs and entropy, and the gradient of the logits, in one pass over a chunk of logits each, "
+        "by Triton kernels of this library; heads with a bias or a soft cap take the usual way. Off until a GPU has "
+        "shown it right and faster (docs/gpu.md)", free=True)
 
 
 @dataclass

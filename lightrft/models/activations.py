@@ -8,7 +8,7 @@ The sums count what every such layer keeps. A family with more (norms of queries
 more, so a plan that does not fit by these sums does not fit.
 """
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -103,14 +103,23 @@ class TowerShape:
         values and the output of the attention, and two tensors of the MLP. One with a gate keeps more."""
         return patches * (width * (8 * self.hidden + 2 * self.mlp) + 4 * self.heads)
 
-    def kept(self, patches: int, width: int, recompute: bool = False) -> float:
+    def kept(self, patches: int, width: int, recompute: bool | str = False) -> float:
         """Bytes kept from the forward to the backward pass by a tower that is trained: by the layers, and the pixels.
 
-        With ``recompute`` a layer keeps its input alone. Measured on tiny towers of 8 layers, this is 0.5 to 1 of what
-        autograd saves.
+        With ``recompute`` a layer keeps its input and, if ``selective``, results. Measured on tiny towers of 8 layers,
+        this is 0.5 to 1 of what autograd saves.
         """
-        layer = patches * width * self.hidden if recompute else self.layer(patches, width)
-        return self.layers * layer + patches * width * self.pixels
+        again = patches * width * self.hidden + self._results(patches, width, recompute)
+        return self.layers * (again if recompute else self.layer(patches, width)) + patches * width * self.pixels
+
+    def _results(self, patches: int, width: int, recompute: bool | str) -> float:
+        kept = width * (5 * self.hidden + self.mlp) + 4 * self.heads
+        return patches * kept * (recompute == "selective")
+
+    def backward(self, patches: int, width: int, recompute: bool | str = False) -> float:
+        """Bytes in the backward pass: those kept, and what a layer computes again."""
+        again = self.layer(patches, width) - self._results(patches, width, recompute)
+        return self.kept(patches, width, recompute) + again * bool(recompute)
 
 
 @dataclass(frozen=True)
@@ -119,22 +128,25 @@ class Activations:
 
     Args:
         width: bytes of an element: 2 in bfloat16, 4 in float32.
-        recompute: gradient checkpointing: a layer keeps its input alone, and is computed again in the backward pass.
+        recompute: ``--gradient_checkpointing``: a layer is computed again in the backward pass, from its input alone or
+            from this and the results of its products and its attention.
         frozen: the weights of the norms are not trained (LoRA).
         fused: Liger's kernels, which compute the norms and the activation of the MLP again.
+        repeated: attention repeats the keys and values of grouped heads, and keeps the copies.
     """
     shape: ModelShape
     tokens: int
     width: int
-    recompute: bool = False
+    recompute: bool | str = False
     frozen: bool = False
     fused: bool = False
+    repeated: bool = False
 
     @property
     def layer(self) -> float:
         """Kept by one layer: 2 norms, queries, keys, values, the output of the attention, and the MLP."""
         s, w = self.shape, self.width
-        attention = w * (2 * s.queries + 2 * s.keys) + 4 * s.heads
+        attention = w * (2 * s.queries + 2 * (s.queries if self.repeated else s.keys)) + 4 * s.heads
         mlp = w * s.mlp * (3 if self.fused else 4)  # gate, its activation, up, their product
         return self.tokens * (2 * (self._norm + w * s.hidden) + attention + mlp)
 
@@ -150,22 +162,25 @@ class Activations:
     def kept(self) -> float:
         """Kept from the forward to the backward pass: by the layers, by the last norm and by the head's input."""
         s, w = self.shape, self.width
-        per_layer = self.tokens * w * s.hidden if self.recompute else self.layer
+        per_layer = self.tokens * w * s.hidden + self._results if self.recompute else self.layer
         return s.layers * per_layer + self.tokens * (self._norm + w * s.hidden)
 
     @property
+    def _results(self) -> float:
+        """Kept of the results of a layer that is computed again: of attention and its products, gate and up."""
+        s, w = self.shape, self.width
+        kept = w * (2 * s.queries + 2 * s.keys + s.hidden + 2 * s.mlp) + 4 * s.heads
+        return self.tokens * kept * (self.recompute == "selective")
+
+    @property
     def backward(self) -> float:
-        """Peak of the backward pass: what is kept, the recomputed layer, and the gradient of the MLP's product."""
-        return self.kept + self.recompute * self.layer + self.tokens * self.width * self.shape.mlp
+        """Peak of the backward pass: what is kept, what a layer computes again, and the gradient of the MLP's product.
+        """
+        again = max(0.0, self.layer - self._results) * bool(self.recompute)
+        return self.kept + again + self.tokens * self.width * self.shape.mlp
 
     @property
     def forward(self) -> float:
         """Peak of a pass without gradients: the residual stream, its norm, and three tensors of the MLP."""
         s = self.shape
         return self.tokens * self.width * (2 * s.hidden + 3 * s.mlp)
-
-
-def recompute(hf: Any) -> None:
-    """Recompute the activations of layers in the backward pass (gradient checkpointing)."""
-    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable  # before 5.23
-    enable({"use_reentrant": False})

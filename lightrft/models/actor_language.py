@@ -25,6 +25,7 @@ class ActorLanguage(PackedModel):
         options: with a path, those of :class:`~lightrft.config.schema.ModelConfig`, such as ``lora_rank=8``.
 
     Attributes:
+        fused_logprobs: log-probs come from the kernels of ``--fused_logprobs``.
         made_with: the path and the options that it was made with; empty for one that was made of a model.
     """
 
@@ -34,7 +35,7 @@ class ActorLanguage(PackedModel):
             vars(self).update(vars(resolve_name("lightrft.models.by_path:load_at")(str(model), options)))
             return
         super().__init__(model, modality)
-        self.chunk_mib = chunk_mib
+        self.chunk_mib, self.fused_logprobs = chunk_mib, False
         self.made_with: dict[str, Any] = {}
 
     def forward(self, exp: Experience, temperature: float = 1.0, entropy: bool = False, read: Read | None = None,
@@ -55,7 +56,7 @@ class ActorLanguage(PackedModel):
             return read_logprobs(hidden, weight, read, vocab, head.bias, self.chunk_mib, head.soft_cap)
         logprobs, entropies = chunked_logprobs(hidden, weight, exp.token_ids[index], temperature=temperature,
                                                bias=head.bias, chunk_mib=self.chunk_mib, entropy=entropy,
-                                               soft_cap=head.soft_cap)
+                                               soft_cap=head.soft_cap, fused=self.fused_logprobs)
         return _scatter(logprobs, index, exp), None if entropies is None else _scatter(entropies, index, exp)
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:

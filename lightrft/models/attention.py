@@ -9,9 +9,7 @@ ones are gathered into rows of a few common widths, one call per width (under a 
 invisible).
 CUDA in half precision: flash-attn when it can be imported, else ``torch.nn.attention.varlen``.
 """
-import importlib.util
-import inspect
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -20,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lightrft.models.attention_kernels import flash_kernel, takes_groups, varlen_kernel
 from lightrft.ops.segment import RowGather
-from lightrft.utils.errors import CaptureException
-from lightrft.utils.logging import get_logger
 from lightrft.utils.tensors import upload
 
 PACKED = "packed"
@@ -250,37 +247,10 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
     return out if rows.out is None else rows.out(out)
 
 
-@lru_cache(maxsize=1)
-def _flash_attn() -> Any:
-    """``flash_attn_varlen_func``, or None when flash-attn is not installed, or cannot be imported (logged once).
-
-    A spec is not enough: flash-attn-4 leaves a namespace package of that name, and a wheel may be for another torch or
-    Triton, where it fails with whatever it meets first.
-    """
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    with CaptureException() as broken:  # of any kind, such as a TypeError where Triton's autotune differs
-        from flash_attn import flash_attn_varlen_func
-    if broken.cause is not None:
-        get_logger().warning(
-            f"flash_attn cannot be used ({broken.cause}): attention on GPUs takes torch's varlen kernel")
-        return None
-    return flash_attn_varlen_func
-
-
-@lru_cache(maxsize=1)
-def _varlen_attn() -> tuple[Any, frozenset[str]]:
-    """torch's ``varlen_attn`` and the names of its parameters, which differ between torch 2.10 and 2.13."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return None, frozenset()
-    from torch.nn.attention.varlen import varlen_attn
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
                    window: int | None, causal: bool = True) -> Tensor | None:
     """Attend in half precision on CUDA with torch's own kernel; None when this torch cannot do it."""
-    kernel, known = _varlen_attn()
+    kernel, known = varlen_kernel()
     if kernel is None or not ({"window_size", "is_causal"} & known) or (window and "window_size" not in known):
         return None
     kwargs: dict[str, Any] = {"scale": scaling} if "scale" in known else {}
@@ -293,7 +263,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayo
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in known:
             kwargs["enable_gqa"] = True
-        else:
+        elif not takes_groups(kernel, known, query.device.type):
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     return kernel(query.contiguous(), key.contiguous(), value.contiguous(), layout.cu_seqlens, layout.seen.cu_seqlens,
                   layout.max_len, layout.seen.max_len, **kwargs)
@@ -307,7 +277,7 @@ def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
         return None
     if layout.before is not None:
         key, value = layout.copies(key), layout.copies(value)
-    flash = _flash_attn()
+    flash = flash_kernel()
     if flash is None:
         return None if softcap else _attend_varlen(query, key, value, layout, scaling, window, causal)
     seen = layout.seen

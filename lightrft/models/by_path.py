@@ -6,10 +6,10 @@ from lightrft.config.options import ConfigError
 from lightrft.config.schema import ModelConfig
 from lightrft.config.tree import group_options
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.models.activations import recompute
 from lightrft.models.freezing import freeze
 from lightrft.models.liger import apply_liger
 from lightrft.models.loader import load_actor
+from lightrft.models.recomputation import recompute
 from lightrft.utils.errors import did_you_mean, UserError
 
 # arguments that ask for what always holds, or for what the options of the run say
@@ -55,5 +55,5 @@ def finish(actor: ActorLanguage, cfg: ModelConfig) -> None:
     if cfg.use_liger and not actor.made_with.get("use_liger"):
         apply_liger(actor.hf_model)
     freeze(actor.model, cfg.freeze_prefix, actor.modality)
-    if cfg.gradient_checkpointing:
-        recompute(actor.hf_model)
+    recompute(actor.hf_model, cfg)
+    actor.fused_logprobs = actor.fused_logprobs or cfg.fused_logprobs

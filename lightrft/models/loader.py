@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, logging as hf_logging, PretrainedConfig, PreTrainedModel
 
 from lightrft.config.rm_schema import RewardModelConfig, StepFormat
-from lightrft.config.schema import ModelConfig, PolicyModelConfig
-from lightrft.models.activations import recompute
+from lightrft.config.schema import ModelConfig
+from lightrft.config.shared_schema import LogprobModelConfig, PolicyModelConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.architectures import check_class, modality_of
@@ -25,6 +25,7 @@ from lightrft.models.generation_config import replacement
 from lightrft.models.liger import apply_liger
 from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import Critic, critic_class, PackedModel
+from lightrft.models.recomputation import recompute
 from lightrft.models.reward_model import (check_critic, check_language, cut_layers, ProcessRewardModel, reward_class,
                                           RewardHead, RewardModel)
 from lightrft.models.weight_files import (name_as_published, Place, shapes_alone, stand_ins, StandIns, WeightFiles)
@@ -53,8 +54,9 @@ def load_actor(cfg: PolicyModelConfig, path: str | None = None, train: bool = Tr
     """
     path = required(path or cfg.pretrain, "--pretrain")
     loaded, modality = _causal(path, read_config(path), dtype, deferred)
-    model = _finish(loaded.hf, cfg, train, modality)
-    return _defer(ActorLanguage(model, _chunk_mib(cfg), modality), loaded)
+    actor = ActorLanguage(_finish(loaded.hf, cfg, train, modality), _chunk_mib(cfg), modality)
+    actor.fused_logprobs = isinstance(cfg, LogprobModelConfig) and cfg.fused_logprobs
+    return _defer(actor, loaded)
 
 
 def load_process_reward_model(cfg: PolicyModelConfig, form: StepFormat, classes: list[int], train: bool = True,
@@ -267,6 +269,5 @@ def _finish(hf: PreTrainedModel, cfg: PolicyModelConfig, train: bool,
         model = add_lora(hf, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.target_modules, modality)
     if modality:
         freeze(model, cfg.freeze_prefix, modality)
-    if cfg.gradient_checkpointing:
-        recompute(hf)
+    recompute(hf, cfg)
     return model.train()

@@ -1,5 +1,6 @@
 """Log-probs and entropy straight from hidden states, without the [N, V] logits ever existing as a whole."""
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,16 +49,20 @@ class _Head:
     [rows, V] buffers are allocated once per pass and reused by every chunk; methods return views of them.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, soft_cap: float) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, temperature: float, soft_cap: float,
+                 fused: bool = False) -> None:
         self.math = torch.promote_types(weight.dtype, torch.float32)
         self.weight, self.bias = weight if weight.is_cuda else weight.to(self.math), bias
         self.temperature, self.soft_cap = temperature or 1.0, soft_cap
-        self.buffers = weight.new_empty(0)
+        self.buffers = self.operand = weight.new_empty(0)
+        self.fused = fused and bias is None and soft_cap <= 0 and self.math == torch.float32
 
     def allocate(self, rows: int, total: int, entropy: bool) -> None:
         """Allocate the buffers for chunks of at most ``rows`` out of ``total`` rows."""
-        size = (1 + int(entropy) + int(self.soft_cap > 0), min(rows, total), len(self.weight))
+        size = (1 + int(entropy and not self.fused) + int(self.soft_cap > 0), min(rows, total), len(self.weight))
         self.buffers = self.weight.new_empty(size, dtype=self.math)
+        if self.fused and self.weight.dtype != self.math:
+            self.operand = self.weight.new_empty(size[1:])
 
     def rows(self, chunk_mib: float) -> int:
         """Return the rows per chunk: buffers hold logits, entropy and soft-cap temporaries, the gradient as operand.
@@ -68,13 +73,13 @@ class _Head:
         return _rows(len(self.weight), buffers, self.math.itemsize, chunk_mib)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [n, V]."""
+        """Return the logits [n, V]; a fused pass divides them by the temperature."""
         logits = _matmul(hidden.to(self.weight.dtype), self.weight.t(), self.buffers[0, :len(hidden)])
         if self.bias is not None:
             logits += self.bias
         if self.soft_cap > 0:
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+        return logits if self.temperature == 1.0 or self.fused else logits.div_(self.temperature)
 
     def exp(self, x: Tensor) -> Tensor:
         """``x.exp()``, [n, V]; ``x`` stays."""
@@ -116,8 +121,8 @@ class _HeadGrads:
 class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, with_entropy):
-        head = _Head(weight, bias, temperature, soft_cap)
+    def forward(ctx, hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, with_entropy, fused):
+        head = _Head(weight, bias, temperature, soft_cap, fused)
         rows = head.rows(chunk_mib)
         head.allocate(rows, len(hidden), with_entropy)
         logprobs, norms = hidden.new_empty((2, len(hidden)), dtype=head.math)
@@ -125,6 +130,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = head.logits(hidden[part])
+            if head.fused:
+                _kernels().read(logits, targets[part], head.temperature, logprobs[part], norms[part],
+                                None if entropies is None else entropies[part])
+                continue
             top = logits.amax(-1, keepdim=True)
             logits -= top
             chosen = logits.gather(-1, targets[part, None])[:, 0]
@@ -136,7 +145,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if entropies is not None:
                 torch.sub(log_total, weights.mul_(logits).sum(-1).div_(total), out=entropies[part])
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
-        ctx.options = temperature, soft_cap, rows
+        ctx.options = temperature, soft_cap, rows, fused
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -145,9 +154,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
-            return (None, ) * 8
-        temperature, soft_cap, rows = ctx.options
-        head = _Head(weight, bias, temperature, soft_cap)
+            return (None, ) * 9
+        temperature, soft_cap, rows, fused = ctx.options
+        head = _Head(weight, bias, temperature, soft_cap, fused)
         head.allocate(rows, len(hidden), grad_entropy is not None)
         grads = _HeadGrads(head, hidden, weight, ctx.needs_input_grad)
         for start in range(0, len(hidden), rows):
@@ -155,7 +164,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad = _grad_logits(head, hidden[part], targets[part, None], norms[part, None], _column(entropies, part),
                                 _column(grad_logprobs, part), _column(grad_entropy, part))
             grads.add(grad, part)
-        return *grads.results(), None, None, None, None, None
+        return *grads.results(), None, None, None, None, None, None
+
+
+def _kernels() -> Any:
+    """The module of fused passes; it imports Triton."""
+    from lightrft.ops import logits_kernels
+    return logits_kernels
 
 
 def _column(x: Tensor | None, part: slice) -> Tensor | None:
@@ -166,6 +181,10 @@ def _grad_logits(head: _Head, hidden: Tensor, targets: Tensor, norm: Tensor, ent
                  grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
     """``g_l * (onehot - p) - g_h * p * (log p + H)`` times the slope of the head, [n, V]; the columns are [n, 1]."""
     logits = head.logits(hidden)
+    if head.fused:
+        out = logits if head.operand.numel() == 0 else head.operand[:len(logits)]
+        columns = (None if x is None else x[:, 0] for x in (norm, entropy, grad_logprob, grad_entropy))
+        return _kernels().slope(logits, out, targets[:, 0], head.temperature, *columns)
     slope = head.slope(logits)
     log_p = logits.sub_(norm)
     if grad_logprob is None:
@@ -180,8 +199,8 @@ def _grad_logits(head: _Head, hidden: Tensor, targets: Tensor, norm: Tensor, ent
 
 
 def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
-                     bias: Tensor | None = None, chunk_mib: float = 256, entropy: bool = True,
-                     soft_cap: float = 0.0) -> tuple[Tensor, Tensor | None]:
+                     bias: Tensor | None = None, chunk_mib: float = 256, entropy: bool = True, soft_cap: float = 0.0,
+                     fused: bool = False) -> tuple[Tensor, Tensor | None]:
     """``p = log_softmax((hidden @ weight.T + bias).float() / temperature); (p[i, targets[i]], -(p.exp() * p).sum(-1))``
 
     Computed in chunks of rows whose temporaries together stay within ``chunk_mib``, and recomputed in the backward
@@ -198,11 +217,13 @@ def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
         chunk_mib: MiB of logits and their temporaries alive at once (a single row may exceed it).
         entropy: False skips the entropy and returns None for it.
         soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)`` before the temperature; 0 is off.
+        fused: one pass over the logits of a chunk, and one for their gradient (:mod:`lightrft.ops.logits_kernels`); on
+            CUDA, with Triton. A head with a bias or a soft cap takes the usual way.
 
     Returns:
         ``(logprobs [N], entropy [N] or None)`` in nats, differentiable in hidden, weight and bias.
     """
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, entropy)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, soft_cap, chunk_mib, entropy, fused)
 
 
 class _ChunkedRead(torch.autograd.Function):

@@ -61,6 +61,11 @@ class Preflight:
         """
         return None
 
+    def recomputation(self, machine: Machine) -> tuple[bool | str, str]:
+        """Choose the activations that the backward pass computes again (``--gradient_checkpointing``), with the reason.
+        """
+        return False, "nothing is trained"
+
     def by_phase(self, held: TrainingPhases) -> ByPhase:
         """Return the bytes by phase of what the trainer holds."""
         return (0, *held[1:], 0)

@@ -127,7 +127,7 @@ def step_flops(config: Config, size: ModelSize, critic: bool = False) -> float:
     """Floating-point operations of one rollout step at the length limits: 2 N per token forward, 4 N backward."""
     b, epochs = batch_sizes(config), config.train.max_epochs
     tokens = config.pass_tokens(b.samples)
-    train = (8 if config.model.gradient_checkpointing else 6) * tokens * epochs * (2 if critic else 1)
+    train = (8 if config.model.gradient_checkpointing is True else 6) * tokens * epochs * (2 if critic else 1)
     passes = len(config.forward_passes(b.samples, critic))  # a teacher counts as a model of this size
     return size.total * (train + 2 * passes * tokens + 2 * b.tokens)
 

@@ -27,6 +27,11 @@ class Device:
         """Return True for a GPU."""
         return self.name != "cpu"
 
+    @property
+    def here(self) -> bool:
+        """Return True for a GPU of this machine, not one of ``--plan_gpus``."""
+        return self.name.startswith("cuda:")
+
 
 UNKNOWN = Device("cpu", 0, 0)
 

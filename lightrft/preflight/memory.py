@@ -36,7 +36,7 @@ def memory(config: Tree, world_size: int, size: ModelSize, device: Device,
     held = {name: plan.by_phase(row) for name, row in _trainer(plan, world_size, size, device).items()}
     held |= plan.not_trained(world_size, size, device)
     if shape is not None:
-        held |= _activations(config, world_size, size, shape, held)
+        held |= _activations(config, world_size, size, shape, device, held)
         held |= _of_towers(config, world_size, shape)
     return {name: values for name, values in held.items() if any(values)}
 
@@ -134,7 +134,15 @@ def update_tokens(config: Tree, world_size: int) -> tuple[int, bool]:
     return max(tokens, other), several or other > 0
 
 
-def _activations(config: Tree, world_size: int, size: ModelSize, shape: ModelShape,
+def _repeats(config: Tree, device: Device) -> bool:
+    """Return True if attention is known to repeat grouped heads: of a GPU of this machine, which is asked."""
+    if not (config.model.bf16 and device.here):
+        return False
+    from lightrft.models.attention_kernels import repeats_heads  # loads torch
+    return repeats_heads()
+
+
+def _activations(config: Tree, world_size: int, size: ModelSize, shape: ModelShape, device: Device,
                  held: dict[str, ByPhase]) -> dict[str, ByPhase]:
     """Return the rows of activations and gradients.
 
@@ -143,7 +151,9 @@ def _activations(config: Tree, world_size: int, size: ModelSize, shape: ModelSha
     by what exceeds them.
     """
     m, (tokens, several) = config.model, update_tokens(config, world_size)
-    one = Activations(shape, tokens, m.itemsize, bool(m.gradient_checkpointing), m.lora_rank > 0, bool(m.use_liger))
+    recompute = m.gradient_checkpointing or False
+    one = Activations(shape, tokens, m.itemsize, recompute, m.lora_rank > 0, bool(m.use_liger),
+                      _repeats(config, device))
     before = replace(one, tokens=micro_batch_tokens(config, world_size)[0])  # passes have no pretraining rows
     chunk, layer = held["logits of one chunk"][BACKWARD], one.backward - one.kept
     kept, head = one.kept + max(0.0, layer - chunk), 0.0
@@ -170,9 +180,8 @@ def _of_towers(config: Tree, world_size: int, shape: ModelShape) -> dict[str, By
     most = (0.0, 0)
     for tower in shape.towers:
         patches = tokens * tower.per_token
-        again = tower.layer(patches, width) * bool(m.gradient_checkpointing)
         if tower.part not in frozen:
-            most = max(most, (tower.kept(patches, width, bool(m.gradient_checkpointing)) + again, patches))
+            most = max(most, (tower.backward(patches, width, m.gradient_checkpointing or False), patches))
     return {f"tower, {most[1]:,} patches": (0, 0, most[0], 0, 0)} if most[1] else {}
 
 

@@ -1,18 +1,17 @@
 """Plan of a run on its machine: the defaults that depend on it, and the refusal of a run that does not fit."""
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightrft.config.options import ConfigError
+from lightrft.config.options import ConfigError, show
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten, groups
 from lightrft.preflight.base import preflight
-from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import AMPERE, Machine
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import warn_of_all
 
-LARGE = 10**9  # parameters from which activations are recomputed: below, models leave room for them
+RECOMPUTED = "gradient_checkpointing"
 
 
 def settle(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
@@ -37,24 +36,32 @@ def _use_liger(config: Tree, machine: Machine) -> tuple[bool, str]:
     return chosen, "no GPU" if not machine.device.cuda else "installed" if chosen else "not installed"
 
 
-def _gradient_checkpointing(config: Tree, machine: Machine) -> tuple[bool, str]:
-    cuda = machine.device.cuda
-    size = known_model(config.model.pretrain, hub=True)[0] if cuda else None
-    reason = f"{size.total / 1e9:.2g} billion parameters on CUDA" if size else "no model" if cuda else "no GPU"
-    return size is not None and size.total > LARGE, reason
-
-
 BY_MACHINE: dict[str, Callable[[Tree, Machine], tuple[bool, str]]] = {
     "bf16": _bf16,
     "use_liger": _use_liger,
-    "gradient_checkpointing": _gradient_checkpointing,
 }
 """Options of the model whose default is the machine's -> the choice and its reason."""
 
 
-def chosen_by_machine(config: Tree) -> dict[str, bool]:
-    """Return the values of the options that :func:`settle` may have set."""
-    return {name: vars(config.model)[name] for name in BY_MACHINE if name in vars(config.model)}
+def settle_recomputation(config: Tree, provenance: dict[str, str], machine: Machine) -> None:
+    """Give ``--gradient_checkpointing`` the value that the memory plan chooses, if it has none: after all others have
+    theirs and are valid, because the plan depends on them."""
+    options = vars(config.model)
+    if RECOMPUTED in options and options[RECOMPUTED] is None:
+        options[RECOMPUTED], reason = preflight(config).recomputation(machine)
+        provenance[RECOMPUTED] = f"default: {reason}"
+
+
+def recomputed(config: Tree, provenance: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for the start of a run whose backward pass computes activations again, with the reason."""
+    value = vars(config.model).get(RECOMPUTED)
+    if value:
+        yield f"--{RECOMPUTED} {show(value)} ({provenance.get(RECOMPUTED, 'default')})"
+
+
+def chosen_by_machine(config: Tree) -> dict[str, bool | str]:
+    """Return the values of the options that depend on the machine, where nothing sets them."""
+    return {name: vars(config.model)[name] for name in (*BY_MACHINE, RECOMPUTED) if name in vars(config.model)}
 
 
 def check_lengths(config: Tree, provenance: dict[str, str], refuses: bool = True) -> None:
@@ -106,17 +113,14 @@ def refuse_together(refusals: Sequence[str], own: UserError | None = None) -> No
             raise own if own and all(refusals) else UserError(f"rank {rank}: {text}")
 
 
-def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool]]) -> None:
+def refuse_unlike_ranks(chosen: Sequence[Mapping[str, bool | str]]) -> None:
     """Raise an error if the machines of the ranks have led to different values; ``chosen``: by rank and option."""
-    for name in chosen[0]:
-        groups = {
-            value: [rank for rank, values in enumerate(chosen) if values[name] is value] for value in (True, False)
-        }
-        if all(groups.values()):
-            runs_anywhere = "true" if name == "gradient_checkpointing" else "false"
-            raise UserError(
-                f"--{name}: the machines differ, so the default is true on rank {groups[True][0]} and false "
-                f"on rank {groups[False][0]}; set it for all: --{name} {runs_anywhere}")
+    for name, first in chosen[0].items():
+        for rank, values in enumerate(chosen):
+            if values[name] != first:
+                raise UserError(
+                    f"--{name}: the machines differ, so the default is {show(first)} on rank 0 and "
+                    f"{show(values[name])} on rank {rank}; set it for all: --{name} {show(name == RECOMPUTED)}")
 
 
 def refuse_what_does_not_fit(config: Tree, machine: Machine) -> None:

@@ -18,7 +18,7 @@ from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import cut_rows, frozen_bytes, reward_bytes, reward_sizes, teacher_bytes
 from lightrft.preflight.overhead import engine_rows
 from lightrft.preflight.reward_rules import reward_problems
-from lightrft.preflight.shared_rules import divides, evaluations, probabilities, prompts
+from lightrft.preflight.shared_rules import divides, evaluations, fused_logprobs, probabilities, prompts
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import (ByPhase, engine_cache, engine_memory, engine_weights, largest_hf_cache, PHASES)
@@ -45,6 +45,7 @@ class RLPreflight(TrainingPreflight):
             yield from check(c)
         yield from placed_problems(c, world_size)
         yield from _reference(c.model, world_size)
+        yield from fused_logprobs(c.model, cuda)
         yield from batch_problems(c, world_size)
         yield from engine_problems(c, world_size, cuda)
         yield from overlap_problems(c, world_size)

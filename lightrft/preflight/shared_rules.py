@@ -11,7 +11,8 @@ from lightrft.config.options import Option, show
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, DataConfig
-from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
+from lightrft.config.shared_schema import (LogprobModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
+                                           StrategyConfig, Tree)
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.batches import nearest_divisors
 from lightrft.preflight.written import written_problems
@@ -143,6 +144,14 @@ def _liger(cuda: bool) -> Iterator[str]:
     if not cuda:
         yield "--use_liger true: Liger's kernels need CUDA, and this machine has none; drop --use_liger"
     yield from _package("use_liger true", "liger_kernel", "liger")
+
+
+def fused_logprobs(m: LogprobModelConfig, cuda: bool) -> Iterator[str]:
+    """Check that the kernels of log-probs can run."""
+    if m.fused_logprobs and not cuda:
+        yield "--fused_logprobs true: its kernels need CUDA, and this machine has none; drop --fused_logprobs"
+    if m.fused_logprobs:
+        yield from _package("fused_logprobs true", "triton")
 
 
 def prompts(d: DataConfig) -> Iterator[str]:

@@ -97,16 +97,20 @@ def test_the_plan_is_what_the_page_says(command: str, gpus: str, said: str, tmp_
     assert "warning: --engine_type vllm: the package vllm is not installed" in text
     assert code or re.search(rf"fits.*: it takes {together[phase]:.2f} GiB .* in the phase {phase}",
                              text), "the verdict is said"
+    recomputed = "false" if "0.5B" in command else "selective" if "lora" in command or gpus == "2x8x80" else "true"
     checkpointing = next(line for line in text.splitlines() if line.startswith("  gradient_checkpointing "))
-    assert ("true" in checkpointing) is ("7B" in command) and "parameters on CUDA]" in checkpointing
+    assert "[default: backward takes " in checkpointing and f" {recomputed} " in checkpointing
 
 
 def test_what_the_page_says_of_gradient_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_rules, "find_spec", lambda name: name)
     words = [*words_of(COMMANDS[0][0], tmp_path), "--plan_gpus", COMMANDS[0][1]]
-    without, recomputed = (plan([*words, *more], capsys)[1]["backward"] for more in ([], ["--gradient_checkpointing"]))
-    assert f"reduces the plan by {without - recomputed:.1f} GiB" in PAGE
+    without, selective, recomputed = (plan([*words, *more], capsys)[1]["backward"]
+                                      for more in ([], ["--gradient_checkpointing", "selective"],
+                                                   ["--gradient_checkpointing"]))  # yapf: disable
+    assert f"selective` reduces its plan by {without - selective:.1f} GiB" in PAGE
+    assert f"and `--gradient_checkpointing` by {without - recomputed:.1f} GiB" in PAGE
 
 
 def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:

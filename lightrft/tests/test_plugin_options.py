@@ -149,7 +149,7 @@ def declared(name="mine", annotation=float, line=None, base=AlgorithmConfig):
     (lambda: declared(annotation=str, line=option("q", "way",
                                                   ("a", "b"))), "its default: expected one of a, b, got 'q'"),
     (lambda: declared(annotation=str, line=option("q", "way", "pq")), "choices='pq': expected a tuple of texts"),
-    (lambda: declared(line=number(choices=("0.5", ))), "for an option of type str"),
+    (lambda: declared(line=number(choices=("0.5", ))), "for an option of type str or bool"),
     (lambda: declared(line=number(needs=("eps_clip", ))), "needs=.*: expected text"),
     (lambda: declared(line=field(default=0.5, metadata={"help": "mine"})), r"declare it with option\(default, help\)"),
     (lambda: declared(base=object), "derived from AlgorithmConfig"),

@@ -17,8 +17,9 @@ from lightrft.config.options import ConfigError
 from lightrft.config.tree import flatten
 from lightrft.preflight.base import preflight
 from lightrft.preflight.hardware import Machine, unlike_gpus
-from lightrft.preflight.planned import (check_lengths, chosen_by_machine, refuse_emulated_bf16, refuse_together,
-                                        refuse_unlike_ranks, refuse_what_does_not_fit, settle)
+from lightrft.preflight.planned import (check_lengths, chosen_by_machine, recomputed, refuse_emulated_bf16,
+                                        refuse_together, refuse_unlike_ranks, refuse_what_does_not_fit, settle,
+                                        settle_recomputation)
 from lightrft.preflight.report import report
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
@@ -178,6 +179,7 @@ def settled(parsed: ParsedConfig) -> Machine:
         validate(parsed.config, machine.ranks, machine.device.cuda, bool(elsewhere), machine.local_ranks)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
+    settle_recomputation(parsed.config, parsed.provenance, machine)
     return machine
 
 
@@ -213,7 +215,7 @@ def _announce(parsed: ParsedConfig, strategy: StrategyBase) -> None:
     """Save the configuration in the folder of the run, and log the contents of a step."""
     if strategy.is_main and parsed.config.folder is not None:
         save_config(parsed.config, parsed.config.folder / "config.yaml", parsed.plugins)
-    for line in preflight(parsed.config).summary(strategy.world_size):
+    for line in (*preflight(parsed.config).summary(strategy.world_size), *recomputed(parsed.config, parsed.provenance)):
         get_logger().info(line)
     gpu = torch.cuda.get_device_name(strategy.device) if strategy.device.type == "cuda" else ""
     unlike = unlike_gpus(strategy.all_gather_object(gpu))

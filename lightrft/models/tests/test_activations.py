@@ -1,20 +1,25 @@
 """The estimate of activations against the tensors that autograd really saves, and against the peak of a backward
 pass."""
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import profile, ProfilerActivity
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.models import attention, attention_kernels
 from lightrft.models.activations import Activations, ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import PackedModel
+from lightrft.models.recomputation import recompute
 from lightrft.ops import logprobs
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.fake_cuda import fake_cuda, tensor
@@ -22,18 +27,18 @@ from lightrft.tests.support.saved_bytes import saved_bytes
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}
 BELOW = {"qwen2": 0.07, "llama": 0.07, "qwen3": 0.2}  # share that the estimate may miss; qwen3 has two more norms
+MODES, IDS = (False, "selective", True), ("none", "selective", "all")
 EXP = naive_model.experience([100, 70, 130], keep=2.0)  # long enough that attention does not pad
 
 
-def actor_of(family: str, dtype: torch.dtype, recompute: bool, lora: bool) -> ActorLanguage:
+def actor_of(family: str, dtype: torch.dtype, mode: bool | str, lora: bool) -> ActorLanguage:
     hf = tiny.model(family, attn_implementation="packed", **SIZES).to(dtype)
     model = add_lora(hf, 4, 16, 0.0, ["all-linear"]).to(dtype) if lora else hf
-    if recompute:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute(hf, PolicyModelConfig(gradient_checkpointing=mode, lora_rank=4 * lora))
     return ActorLanguage(model, 1).train()
 
 
-def estimate(actor: ActorLanguage, dtype: torch.dtype, recompute: bool, lora: bool) -> Activations:
+def estimate(actor: ActorLanguage, dtype: torch.dtype, recompute: bool | str, lora: bool) -> Activations:
     shape = ModelShape.of(actor.hf_model.config)
     assert shape is not None
     return Activations(shape, EXP.num_tokens, dtype.itemsize, recompute, lora)
@@ -55,14 +60,37 @@ def test_cost_of_attention(family: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", list(BELOW))
-def test_what_is_kept(family: str, dtype: torch.dtype, recompute: bool, lora: bool) -> None:
+def test_what_is_kept(family: str, dtype: torch.dtype, mode: bool | str, lora: bool) -> None:
     """Never more than what is saved, so that no plan is refused that fits."""
-    actor = actor_of(family, dtype, recompute, lora)
-    (found, _), expected = saved_bytes(actor, lambda: actor(EXP)), estimate(actor, dtype, recompute, lora).kept
+    actor = actor_of(family, dtype, mode, lora)
+    (found, _), expected = saved_bytes(actor, lambda: actor(EXP)), estimate(actor, dtype, mode, lora).kept
     assert (1 - BELOW[family]) * found <= expected <= found
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["as they are", "repeated"])
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
+def test_what_the_kernel_of_a_gpu_keeps_of_grouped_heads(mode: bool | str, repeated: bool,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a release whose kernel has no option for them: it is asked whether it takes them."""
+    real, heads = varlen_attn, dict(num_attention_heads=4, num_key_value_heads=1)
+
+    def kernel(q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
+        assert not repeated or q.shape[1] == k.shape[1]
+        return real(q, k, *rest, **named, enable_gqa=True)
+
+    for module in (attention, attention_kernels):
+        monkeypatch.setattr(module, "varlen_kernel", lambda: (kernel, frozenset(("scale", "window_size"))))
+    with fake_cuda():
+        hf = tiny.model("qwen2", attn_implementation="packed", **SIZES | heads).to(torch.bfloat16)
+        recompute(hf, PolicyModelConfig(gradient_checkpointing=mode))
+        actor, exp = ActorLanguage(hf, 1).train().to("cuda"), EXP.to("cuda")
+        assert attention_kernels.repeats_heads() is repeated
+        found, _ = saved_bytes(actor, lambda: actor(exp))
+        expected = replace(estimate(actor, torch.bfloat16, mode, False), repeated=repeated)
+        assert 0.93 * found <= expected.kept <= found
 
 
 def peak_bytes(actor: ActorLanguage) -> int:
@@ -78,11 +106,11 @@ def peak_bytes(actor: ActorLanguage) -> int:
     return peak
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_the_peak_of_a_backward_pass(recompute: bool) -> None:
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
+def test_the_peak_of_a_backward_pass(mode: bool | str) -> None:
     """With what is kept, a layer computed again and the largest gradient of an activation; never above the peak."""
-    actor = actor_of("qwen2", torch.float32, recompute, False)
-    found, expected = peak_bytes(actor), estimate(actor, torch.float32, recompute, False)
+    actor = actor_of("qwen2", torch.float32, mode, False)
+    found, expected = peak_bytes(actor), estimate(actor, torch.float32, mode, False)
     assert 0.85 * found <= expected.backward <= found
 
 

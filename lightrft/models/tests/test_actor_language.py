@@ -3,9 +3,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PackedLayout
 from lightrft.models.packed_model import Critic
+from lightrft.models.recomputation import recompute
 from lightrft.strategy.distributed import transformer_blocks
 from lightrft.tests.support import naive_model, tiny
 from lightrft.types import Experience
@@ -84,16 +86,15 @@ def test_an_empty_mask_gives_zero_gradients_everywhere(build):
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_gradient_checkpointing_changes_no_gradient(family):
     exp, results = naive_model.experience(), []
-    for checkpointing in (False, True):
+    for mode in (False, True, "selective"):
         model = actor(family).train()
-        if checkpointing:
-            model.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model.hf_model, PolicyModelConfig(gradient_checkpointing=mode))
         layer_calls = count_calls(transformer_blocks(model)[0].mlp)
         model(exp)[0].sum().backward()
         results.append((len(layer_calls), grads(model)))
-    assert [calls for calls, _ in results] == [1, 2]
+    assert [calls for calls, _ in results] == [1, 2, 2]
     for name, grad in results[0][1].items():
-        assert torch.equal(grad, results[1][1][name])
+        assert torch.equal(grad, results[1][1][name]) and torch.equal(grad, results[2][1][name])
 
 
 def count_calls(module: nn.Module) -> list[int]:

@@ -195,7 +195,7 @@ def test_every_signature_of_varlen_attn_gives_the_same(monkeypatch, known):
         back = [x.transpose(0, 1)[None] for x in (q, k, v)]
         return loop(*back, lens, window=window or None, scaling=kwargs.get("scale", q.shape[-1]**-0.5))[0].to(q.dtype)
 
-    monkeypatch.setattr(attention, "_varlen_attn", lambda: (kernel, frozenset(known)))
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: (kernel, frozenset(known)))
     layout = PackedLayout.build(torch.tensor([0, *lens]).cumsum(0))
     for window in (None, 8):
         out = attention._attend_varlen(*inputs, layout, 0.3, window)
@@ -204,6 +204,31 @@ def test_every_signature_of_varlen_attn_gives_the_same(monkeypatch, known):
         else:
             torch.testing.assert_close(out, attention._attend_rows(*inputs, layout, 0.3, window, None), atol=3e-6,
                                        rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "refuses", "wrong heads", "no gradient"])
+def test_heads_are_repeated_unless_the_kernel_takes_them(monkeypatch, kind):
+    """Of a release without an option for them, the kernel itself is asked, once: by results and gradients."""
+    heads = []
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, window_size, scale=None):
+        heads.append(k.shape[1])
+        if kind == "refuses" and k.shape[1] != q.shape[1]:
+            raise ValueError("Expect query and key/value to have the same number of heads")
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (x.repeat(1, repeats, 1) if kind == "wrong heads" else x.repeat_interleave(repeats, 1) for x in (k, v))
+        k = k.detach() if kind == "no gradient" and repeats > 1 else k
+        back = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        return loop(*back, cu_q.diff().tolist(), scaling=scale or q.shape[-1]**-0.5)[0].to(q.dtype)
+
+    lens = [5, 9]
+    inputs = [x[0].transpose(0, 1) for x in qkv(lens)]
+    layout = PackedLayout.build(torch.tensor([0, 5, 14]))
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: (kernel, frozenset(("scale", "window_size"))))
+    outs = [attention._attend_varlen(*inputs, layout, None, None) for _ in range(2)]
+    assert heads[-2:] == ([2, 2] if kind == "grouped" else [4, 4]) and len(heads) <= 2 + 2
+    for out in outs:
+        torch.testing.assert_close(out, attention._attend_rows(*inputs, layout, None, None, None), atol=3e-6, rtol=0)
 
 
 @pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
@@ -224,8 +249,8 @@ def test_kernels_get_the_keys_of_prefixes(monkeypatch, flash, window, case):
             outs.append(loop(*rows, [keys], window, scaling=scale or softmax_scale)[0][keys - queries:])
         return torch.cat(outs).to(q.dtype)
 
-    monkeypatch.setattr(attention, "_flash_attn", lambda: kernel if flash else None)
-    monkeypatch.setattr(attention, "_varlen_attn", lambda: (kernel, frozenset(("scale", "window_size", "enable_gqa"))))
+    monkeypatch.setattr(attention, "flash_kernel", lambda: kernel if flash else None)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: (kernel, frozenset(("scale", "window_size", "enable_gqa"))))
     monkeypatch.setattr(attention, "HALF", (torch.float32, ))
     lens, before = case
     inputs = [x[0].transpose(0, 1) for x in qkv(lens)]
@@ -260,9 +285,9 @@ def installed(monkeypatch, tmp_path):
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    attention._flash_attn.cache_clear()
+    attention.flash_kernel.cache_clear()
     yield install
-    attention._flash_attn.cache_clear()
+    attention.flash_kernel.cache_clear()
     sys.modules.pop("flash_attn", None)
 
 
@@ -287,7 +312,7 @@ def test_a_flash_attn_that_works_is_used(installed, capsys):
 
 
 def test_torch_has_the_kernel_with_known_parameters():
-    kernel, known = attention._varlen_attn()
+    kernel, known = attention.varlen_kernel()
     assert kernel is not None and {"scale"} <= known and known & {"window_size", "is_causal"}
 
 

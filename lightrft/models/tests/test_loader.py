@@ -1,18 +1,23 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (AutoConfig, AutoModelForSequenceClassification, BertConfig, GptOssConfig, logging as
                           hf_logging, MambaConfig, MllamaConfig, T5Config, ViTConfig)
 
 from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
+from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models import loader
 from lightrft.models.config_json import check_context
 from lightrft.models.loader import load_actor, load_critic, load_reward_model
 from lightrft.models.reward_model import RewardHead
 from lightrft.models.tokenizer import load_tokenizer
+from lightrft.ops import logprobs
+from lightrft.strategy.distributed import transformer_blocks
 from lightrft.tests.support import naive_model, tiny
 from lightrft.utils.errors import UserError
 
@@ -68,6 +73,42 @@ def test_freezing(path):
 def test_gradient_checkpointing_is_switched_on(path):
     assert load_actor(ModelConfig(pretrain=str(path), gradient_checkpointing=True)).hf_model.is_gradient_checkpointing
     assert not load_actor(ModelConfig(pretrain=str(path))).hf_model.is_gradient_checkpointing
+
+
+def test_the_option_selects_the_kernels_of_log_probs(path, monkeypatch):
+    """One pass reads the logits of a chunk, and one writes their gradient; here plain formulas take their place."""
+    calls, exp = [], naive_model.experience()
+
+    def read(logits, targets, temperature, found, norms, entropies):
+        calls.append("read")
+        log_p = (logits / temperature).log_softmax(-1)
+        found.copy_(log_p.gather(-1, targets[:, None])[:, 0])
+        norms.copy_((logits / temperature).logsumexp(-1))
+
+    def slope(logits, out, targets, temperature, norms, entropies, grads, _):
+        calls.append("slope")
+        p = (logits / temperature - norms[:, None]).exp()
+        return out.copy_((F.one_hot(targets, logits.shape[1]) - p) * grads[:, None] / temperature)
+
+    monkeypatch.setattr(logprobs, "_kernels", lambda: SimpleNamespace(read=read, slope=slope))
+    results = []
+    for options in ({}, {"fused_logprobs": True}):
+        actor = load_actor(ModelConfig(pretrain=str(path), **options))
+        out = actor(exp, temperature=0.7)[0]
+        out.sum().backward()
+        results.append([out, *(p.grad for p in actor.parameters())])
+    assert calls == ["read", "slope"] and not load_actor(PolicyModelConfig(pretrain=str(path))).fused_logprobs
+    for fused, usual in zip(*results, strict=True):
+        torch.testing.assert_close(fused, usual, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options, restores", [({}, False), ({"lora_rank": 4}, False),
+                                               ({"lora_rank": 4, "lora_dropout": 0.1}, True)], ids=str)  # yapf: disable
+def test_random_numbers_are_restored_where_some_are_drawn(path, options, restores):
+    for mode in (True, "selective"):
+        hf = load_actor(ModelConfig(pretrain=str(path), gradient_checkpointing=mode, **options)).hf_model
+        checkpoint = transformer_blocks(hf)[0]._gradient_checkpointing_func.keywords
+        assert checkpoint["preserve_rng_state"] is restores and ("context_fn" in checkpoint) is (mode == "selective")
 
 
 def test_exports_keep_nothing_of_packed_attention(path, tmp_path):

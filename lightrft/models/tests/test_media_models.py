@@ -14,6 +14,7 @@ from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import check_context, parameter_shapes
 from lightrft.models.loader import load_actor, load_critic, load_exported
 from lightrft.models.lora import hf_name
+from lightrft.models.recomputation import recompute
 from lightrft.preflight.cost import known_model
 from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import memory
@@ -124,6 +125,18 @@ def test_a_frozen_tower_keeps_nothing_for_a_backward_pass(rig):
         assert all(each.requires_grad is graph for each in (*found.each, *found.levels[0]))
     with torch.no_grad():
         assert torch.equal(actor(rig.pack(rig.samples()))[0], rig.actor(rig.pack(rig.samples()))[0])
+
+
+def test_recomputation_changes_no_gradient(rig):
+    """Of the decoder and of the tower, with all and with some of the activations of a layer computed again."""
+    gradients = []
+    for mode in (False, True, "selective"):
+        actor = actor_of(rig, gradient_checkpointing=mode)
+        actor(rig.pack(rig.samples()))[0].sum().backward()
+        gradients.append({name: p.grad for name, p in actor.named_parameters() if p.grad is not None})
+    assert any("visual" in name for name in gradients[0])
+    for name, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][name]) and torch.equal(grad, gradients[2][name]), name
 
 
 def test_media_that_do_not_fit_their_tokens_are_named_by_sequence(rig):
@@ -253,9 +266,9 @@ def test_an_export_holds_the_adapters_and_the_merged_weights(rig, tmp_path):
     assert (adapted - before).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("mode", [False, "selective", True], ids=["none", "selective", "all"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "llava", "gemma3", "internvl", "qwen2_audio"])
-def test_what_a_tower_keeps(family, recompute, tmp_path):
+def test_what_a_tower_keeps(family, mode, tmp_path):
     """Half to all of the bytes that autograd saves, for towers of 8 layers: no plan that fits is refused."""
     tiny = FAMILIES[family]
     deep = {"depth": 8, "num_hidden_layers": 8, "encoder_layers": 8, "hidden_size": 64, "d_model": 64, "embed_dim": 64,
@@ -267,8 +280,7 @@ def test_what_a_tower_keeps(family, recompute, tmp_path):
     }
     tiny = replace(tiny, config=config)
     rig = MediaRig(tiny.save(tmp_path, tied=False), tiny.placeholders, tiny)
-    if recompute:
-        rig.hf.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute(rig.hf, ModelConfig(gradient_checkpointing=mode))
     rig.hf.train()
     kind = next(iter(tiny.placeholders))
     media = [rig.source.tensors(f"{kind}:{i}") for i in range(3)]
@@ -276,7 +288,7 @@ def test_what_a_tower_keeps(family, recompute, tmp_path):
     (tower, ) = TowerShape.all_of(rig.hf.config)
     windows = [one.tensors["input_features"] for one in media if kind == "audio"]  # whole ones, also of short sounds
     patches = sum(mel.shape[-1] // 2 for mel in windows) or sum(map(len, out.each)) * tower.per_token
-    assert 0.5 * found <= tower.kept(patches, 4, recompute) <= found
+    assert 0.5 * found <= tower.kept(patches, 4, mode) <= found
 
 
 def test_an_audio_tower_that_nothing_hears_with_is_no_projector():

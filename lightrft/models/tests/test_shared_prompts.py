@@ -3,9 +3,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models import shared_prompts
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.packed_model import Critic
+from lightrft.models.recomputation import recompute
 from lightrft.models.shared_prompts import forward_row, SegmentRow
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.shared_prompts import experience, GROUPS
@@ -135,11 +137,10 @@ def test_prompts_are_not_shared_under_dropout():
 
 def test_gradient_checkpointing_changes_no_gradient():
     exp, results = experience(), []
-    for checkpointing in (False, True):
+    for mode in (False, True, "selective"):
         model = actor("gemma2").train()
-        if checkpointing:
-            model.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model.hf_model, PolicyModelConfig(gradient_checkpointing=mode))
         backward(*model(exp, entropy=True))
         results.append(grads(model))
     for name, grad in results[0].items():
-        assert torch.equal(grad, results[1][name])
+        assert torch.equal(grad, results[1][name]) and torch.equal(grad, results[2][name])

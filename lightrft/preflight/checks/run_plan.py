@@ -16,24 +16,24 @@ from lightrft.preflight.checks import Finding
 from lightrft.preflight.checks.machine import existing
 from lightrft.preflight.cost import GIB, batch_summary, model_size
 from lightrft.preflight.hardware import Device
-from lightrft.preflight.memory import memory, peak, uncounted
+from lightrft.preflight.memory import BACKWARD, memory, peak, uncounted
 from lightrft.preflight.overhead import overhead
 from lightrft.rollout.engines import PHASES
 from lightrft.strategy.memory import ModelSize, moment_width
 
 REDUCED_EARLY: tuple[dict[str, Any], ...] = ({"grad_sync": "every"}, )
 MARGIN = 0.1  # share of the plan, for what is not counted, as fragmentation, and for what is estimated
-LESS: tuple[dict[str, Any], ...] = ({"gradient_checkpointing":
-                                     True}, {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 4096})
+SMALL = {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 4096}
+LESS: tuple[dict[str, Any], ...] = ({"gradient_checkpointing": "selective"}, {"gradient_checkpointing": True}, SMALL)
 ON_HOST = {"strategy": "fsdp", "fsdp_cpu_offload": True, "adam_offload": False}
 OFFLOADS: tuple[dict[str, Any], ...] = ({"adam_offload":
-                                         True}, {"adam_offload": True} | LESS[1], ON_HOST, ON_HOST | LESS[1])
+                                         True}, {"adam_offload": True} | SMALL, ON_HOST, ON_HOST | SMALL)
 ZERO_OFFLOADS: tuple[dict[str, Any],
                      ...] = ({"adam_offload":
                               True}, {"zero_stage": 3, "gradient_checkpointing":
                                       True}, {"zero_stage": 3, "gradient_checkpointing": True, "adam_offload": True})
 SMALLER: tuple[dict[str, Any], ...] = ({"engine_kv_mib": 1024}, {"logprob_chunk_mib": 64})
-ADAPTERS: tuple[dict[str, Any], ...] = ({"lora_rank": 16}, {"lora_rank": 16} | LESS[1])
+ADAPTERS: tuple[dict[str, Any], ...] = ({"lora_rank": 16}, {"lora_rank": 16} | SMALL)
 
 
 def check_model(config: Config, size: ModelSize) -> Iterator[Finding]:
@@ -86,6 +86,12 @@ def memory_verdict(config: Tree, ranks: int, size: ModelSize, device: Device, sh
         return Finding("warn", name, f"fits by less than {MARGIN:.0%}: {text}",
                        "fragmentation takes additional memory: lower --max_tokens_per_micro_batch")
     return Finding("ok", name, f"fits: {text}")
+
+
+def backward(config: Tree, ranks: int, size: ModelSize, device: Device, shape: ModelShape | None) -> float:
+    """Return the bytes of a rank in the backward pass, estimated ones included."""
+    held = memory(config, ranks, size, device, shape) | overhead(config, ranks, device, shape)
+    return sum(values[BACKWARD] for values in held.values())
 
 
 def _remedy(config: Tree, ranks: int, size: ModelSize, device: Device, shape: ModelShape | None) -> str:

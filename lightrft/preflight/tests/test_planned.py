@@ -14,12 +14,14 @@ from lightrft.config.schema import Config
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.config.tree import build, flatten
 from lightrft.models.activations import Activations, ModelShape
-from lightrft.preflight import planned
+from lightrft.preflight import planned, training
+from lightrft.preflight.checks.run_plan import backward
 from lightrft.preflight.cost import GIB, known_model, step_flops
 from lightrft.preflight.hardware import Device, Machine, UNKNOWN
 from lightrft.preflight.memory import memory, micro_batch_tokens
 from lightrft.preflight.planned import (check_lengths, refuse_emulated_bf16, refuse_unlike_ranks,
-                                        refuse_what_does_not_fit, settle)
+                                        refuse_what_does_not_fit, settle, settle_recomputation)
+from lightrft.preflight.training import MODES
 from lightrft.preflight.validate import changes
 from lightrft.strategy.memory import ModelSize
 from lightrft.trainer.session import settled
@@ -73,21 +75,54 @@ def test_processes_and_gpus_of_a_plan_agree(ranks, gpus, told):
         settled(parsed)
 
 
+def settled_recomputation(tree, machine, **options):
+    """The value of ``--gradient_checkpointing`` and its source."""
+    config, provenance = build(tree, {"bf16": True, "use_liger": False} | options), {}
+    settle_recomputation(config, provenance, machine)
+    return config.model.gradient_checkpointing, provenance.get("gradient_checkpointing", "flag")
+
+
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
-def test_gradient_checkpointing_is_on_for_large_models_on_gpus(tree, tmp_path):
-    small, large = model(tmp_path / "small"), model(tmp_path / "large", layers=6, hidden=4096)
-    cases = [(small, GPU, None, False, "default: 0.00025 billion parameters on CUDA"),
-             (large, GPU, None, True, "default: 1.5 billion parameters on CUDA"),
-             (large, Device("cpu", GIB, GIB), None, False, "default: no GPU"),
-             (str(tmp_path), GPU, None, False, "default: no model"), (large, GPU, False, False, "flag"),
-             (small, GPU, True, True, "flag")]
-    for path, device, given, expected, source in cases:
-        config, provenance = build(tree, {"pretrain": path, "gradient_checkpointing": given}), {}
-        settle(config, provenance, Machine(1, device))
-        assert (config.model.gradient_checkpointing, provenance.get("gradient_checkpointing",
-                                                                    "flag")) == (expected, source)
-    before = flatten(build(tree, {"gradient_checkpointing": False}))  # as in a checkpoint from before the default
-    assert changes(before, build(tree, {"gradient_checkpointing": True})) == []
+def test_as_little_is_recomputed_as_the_memory_allows(tree, tmp_path):
+    """The margin of the verdict is left; the plan says what the choice takes, and what those before it would take."""
+    path = model(tmp_path / "model", layers=6)
+    options = {"pretrain": path, "max_tokens_per_micro_batch": 1 << 20, "train_batch_size": 512}
+    size, shape = known_model(path)
+
+    def least(mode, device):
+        config = build(tree, options | {"bf16": True, "use_liger": False, "gradient_checkpointing": mode})
+        return backward(config, 1, size, device, shape)
+
+    none, selective, _ = (least(mode, GPU) for mode in MODES)
+    for free, expected in ((none * 1.1 + 1, False), (none * 1.1 - 1, "selective"), (selective * 1.1 + 1, "selective"),
+                           (selective * 1.1 - 1, True), (GIB, True)):
+        machine = Machine(1, Device("H100", int(free), GPU.total))
+        chosen, source = settled_recomputation(tree, machine, **options)
+        assert chosen == expected and type(chosen) is type(expected)
+        taken = [f"{least(mode, GPU) / GIB:.1f}" for mode in MODES[:MODES.index(expected) + 1]]
+        assert source.startswith(f"default: backward takes {taken[-1]} of {free / GIB:.1f} GiB")
+        assert source.count("would take") == len(taken) - 1 and all(f"would take {each}" in source
+                                                                    for each in taken[:-1])
+
+
+@pytest.mark.parametrize("tree", [Config, SFTConfig])
+def test_an_option_wins_over_the_plan_of_recomputation(tree, tmp_path):
+    path, large = model(tmp_path / "model"), Device("H100", 10 * GIB, GIB)
+    for machine, given, expected in ((Machine(1, GPU), False, (False, "flag")), (Machine(1,
+                                                                                         large), True, (True, "flag")),
+                                     (Machine(1, large), "selective", ("selective", "flag")),
+                                     (Machine(1, Device("cpu", GIB, GIB)), None, (False, "default: no GPU"))):
+        assert settled_recomputation(tree, machine, pretrain=path, gradient_checkpointing=given) == expected
+    assert settled_recomputation(tree, Machine(1, GPU), pretrain=str(tmp_path)) == (False, "default: no model")
+    before = flatten(build(tree, {"gradient_checkpointing": False}))  # as in a checkpoint of another machine
+    assert changes(before, build(tree, {"gradient_checkpointing": "selective"})) == []
+
+
+def test_layers_that_nobody_can_count_are_recomputed_in_large_models(tmp_path, monkeypatch):
+    for total, expected in ((10**9, False), (15 * 10**8, True)):
+        monkeypatch.setattr(training, "known_model", lambda *_: (replace(SIZE, total=total), None))  # noqa: B023
+        chosen, source = settled_recomputation(Config, Machine(1, GPU))
+        assert (chosen, source) == (expected, f"default: {total / 1e9:.2g} billion parameters, activations not counted")
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
@@ -105,11 +140,12 @@ def test_bf16_that_was_set_for_older_gpus_is_refused(tree):
 def test_ranks_on_unlike_machines_are_refused():
     alike = {"bf16": True, "use_liger": False, "gradient_checkpointing": True}
     refuse_unlike_ranks([alike, dict(alike)])
-    with pytest.raises(UserError, match="--use_liger: .* true on rank 2 and false on rank 0; set it for all"):
+    with pytest.raises(UserError,
+                       match="--use_liger: .* false on rank 0 and true on rank 2; .* all: --use_liger false"):
         refuse_unlike_ranks([alike, alike, alike | {"use_liger": True}])
-    unlike = alike | {"gradient_checkpointing": not alike["gradient_checkpointing"]}
-    with pytest.raises(UserError, match="for all: --gradient_checkpointing true"):  # that runs everywhere
-        refuse_unlike_ranks([alike, unlike])
+    for other in (False, "selective"):
+        with pytest.raises(UserError, match="for all: --gradient_checkpointing true"):  # that runs everywhere
+            refuse_unlike_ranks([alike, alike | {"gradient_checkpointing": other}])
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])
@@ -188,7 +224,8 @@ def test_activations_in_the_plan():
         config = build(Config, flatten(several) | lora)
         assert memory(config, 1, SIZE, GPU, SHAPE)["activations"] == row(one, mib)
     assert row(one, 16) == (0, 0, one.kept, 0, 0) and row(one, 1)[2] > one.kept
-    assert replace(one, fused=True).kept < one.kept < replace(one, recompute=False).kept
+    assert replace(one, fused=True).kept < one.kept < replace(one, recompute="selective").kept
+    assert replace(one, recompute="selective").kept < replace(one, recompute=False).kept
 
 
 def test_a_teacher_is_held_as_the_policy_is_or_visits_for_its_passes(tmp_path):

@@ -123,6 +123,7 @@ def test_all_problems_at_once() -> None:
     ("use_trackio", "trackio", "-e '.[trackio]'"),
     ("use_tensorboard", "tensorboard", "tensorboard"),
     ("use_liger", "liger_kernel", "-e '.[liger]'"),
+    ("fused_logprobs", "triton", "triton"),
 ])
 def test_missing_packages(option: str, module: str, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
@@ -136,11 +137,11 @@ def without(module: str) -> Callable[[str], object | None]:
     return lambda name: None if name == module else sys
 
 
-def test_liger_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", without("nothing"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "need CUDA" in problems(use_liger=True)[0]
+    assert "need CUDA" in problems(use_liger=True)[0] and "need CUDA" in problems(fused_logprobs=True)[0]
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])

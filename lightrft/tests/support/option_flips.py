@@ -273,6 +273,7 @@ _LOSSES = ("cispo_absolute", "policy_drift_coef", "sapo_tau_pos", "sapo_tau_neg"
 SHOWN: dict[str, str] = {
     "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",
     "use_liger": _M + "test_liger.py::test_a_device_is_needed",
+    "fused_logprobs": _M + "test_loader.py::test_the_option_selects_the_kernels_of_log_probs",
     "value_head_prefix": _M + "test_actor_language.py::test_the_critic_exports_its_head_under_the_chosen_name",
     "strategy": _S + "test_strategy.py::test_choice",
     "adam_offload": _S + "test_offload.py::test_moments_are_on_the_device_only_in_the_step",

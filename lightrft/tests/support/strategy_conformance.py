@@ -18,6 +18,7 @@ from lightrft.strategy.fsdp import FSDPV2Strategy, WrapPolicy, units
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
 from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
+from lightrft.tests.support.recomputed_gradients import recomputed_gradients_are_the_same
 from lightrft.tests.support.strategy_case import Case, assert_same, communicates_at_the_end, whole_gradients
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
 from lightrft.tests.support.unread_weights import unread_weights_stay
@@ -337,10 +338,9 @@ def variants(world_size: int) -> dict[str, Variant]:
     freeing = WrapPolicy(one_unit=0, keep_full=0)
     named = {"fsdp": (StrategyConfig(**fsdp), None)}
     if world_size == 1:
-        single = {"strategy": "single"}
         return {
-            "single": (StrategyConfig(**single), None), "adam_offload":
-            (StrategyConfig(**single, adam_offload=True), None), **named
+            "single": (StrategyConfig(strategy="single"), None), "adam_offload":
+            (StrategyConfig(strategy="single", adam_offload=True), None), **named
         }
     return {
         **named, "layers": (StrategyConfig(**fsdp), WrapPolicy(one_unit=0)), "freeing":
@@ -372,6 +372,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
             except AssertionError as error:
                 raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
         unread_weights_stay(case)
+        recomputed_gradients_are_the_same(case)
         if not isinstance(sizes, Sizes) and name not in BRIEF:
             eight_bit_moments(case)
         low = Case(get_strategy(cfg, bf16=True), own)

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrft.models.activations import recompute
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.models.recomputation import recompute
 from lightrft.strategy.optimizer import OptimSpec, ParamSlice
 
 SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
@@ -15,14 +16,13 @@ class TinyLM(nn.Module):
     """An HF model inside a module of ours, as actors are."""
 
     def __init__(self, layers: int = 2, hidden: int = 32, tied: bool = True, seed: int = 0,
-                 recomputing: bool = False) -> None:
+                 recomputing: bool | str = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.model = Qwen2ForCausalLM(
             Qwen2Config(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=51, num_hidden_layers=layers,
                         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, initializer_range=0.1))
-        if recomputing:
-            recompute(self.model)
+        recompute(self.model, PolicyModelConfig(gradient_checkpointing=recomputing))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Log-probs of the masked tokens."""
