@@ -28,7 +28,8 @@ VOCABS = (1024, 4096, 16384, 32768, 65536, 151936)
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_mib: float) -> tuple[Tensor, Tensor]:
     """Compute them as most trainers do: with several copies of the whole [N, V]."""
-    logp = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    logits = hidden @ weight.t()
+    logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 

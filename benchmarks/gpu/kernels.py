@@ -2,6 +2,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.gpu.models import shape, SHAPES
 from benchmarks.gpu.store import Row, Tables
 from lightrft.config.schema import ModelConfig
 from lightrft.models import attention as packed
+from lightrft.ops.logprobs import chunked_logprobs
 
 REPEATS, MIB = 5, 1 << 20
 PASSES = 3.5  # FLOPs of forward and backward in those of forward: FlashAttention counts 2.5 for backward
@@ -50,6 +52,12 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tenso
     return packed._attend_rows(q, k, v, layout, None, None, None)
 
 
+def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_mib: float) -> tuple[Tensor, Tensor | None]:
+    return chunked_logprobs(hidden, weight, targets, chunk_mib=chunk_mib, fused=True)
+
+
+WAYS = METHODS | {"fused": _fused}  # of log-probs; that of --fused_logprobs where there are CUDA and Triton
+CHECKED = 64  # tokens whose log-probs, entropies and gradients are compared with float64
 KERNELS = {"flash-attn": _flash, "torch varlen": _varlen, "SDPA rows": _rows}
 
 
@@ -130,16 +138,31 @@ def chunks(device: torch.device) -> list[int]:
 
 
 def logprobs_row(sizes: dict[str, Any], device: torch.device, tokens: int, chunk_mib: int) -> Row:
-    """Time both ways and read their peaks."""
+    """Time all ways, read their peaks, and compare those of this library with float64."""
     hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5).requires_grad_()
     targets = torch.randint(vocab, (tokens, ), device=device)
     row: Row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocab, "chunk, MiB": chunk_mib}
-    for name in METHODS:
+    for name in WAYS if x.is_cuda and find_spec("triton") else METHODS:
         ms, mib = logprobs_cost(name, x, weight, targets, chunk_mib)
         row |= {f"{name}, ms": ms, f"{name}, MiB": mib}
+        if name != "naive":
+            row[f"{name}, error"] = logprobs_error(name, x[:CHECKED], weight, targets[:CHECKED], chunk_mib)
     return row
+
+
+def logprobs_error(name: str, x: Tensor, weight: Tensor, targets: Tensor, chunk_mib: int) -> float:
+    """Return the largest difference of log-probs, entropies (nats) and the gradient of the states (share of its
+    largest number) from the naive way in float64."""
+    found = []
+    for way, states, head in ((WAYS[name], x, weight), (METHODS["naive"], x.double(), weight.double())):
+        states, head = states.detach().requires_grad_(), head.detach()
+        logprobs, entropy = way(states, head, targets, chunk_mib)
+        grad, = torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), states)
+        found.append((logprobs.double(), entropy.double(), grad.double()))
+    scales = (1, 1, found[1][2].abs().max())
+    return max(((a - b).abs().max() / scale).item() for a, b, scale in zip(*found, scales))
 
 
 def logprobs_cost(name: str, x: Tensor, weight: Tensor, targets: Tensor,
@@ -147,7 +170,7 @@ def logprobs_cost(name: str, x: Tensor, weight: Tensor, targets: Tensor,
     """Return milliseconds, and MiB above the inputs (None on CPUs); what does not fit is a result too."""
 
     def run() -> None:
-        found, entropy = METHODS[name](x, weight, targets, chunk_mib)
+        found, entropy = WAYS[name](x, weight, targets, chunk_mib)
         torch.autograd.grad(found.sum() + 0.1 * entropy.sum(), (x, weight))
 
     before = 0
