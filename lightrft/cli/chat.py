@@ -14,6 +14,7 @@ from lightrft.config.inference_schema import ChatConfig
 
 if TYPE_CHECKING:
     from lightrft.strategy.base import StrategyBase
+    from lightrft.trainer.prompt_trial import ReadPrompts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,7 +50,7 @@ def chat(parsed: ParsedConfig) -> None:
     opened = partial(LoadedModel.open, parsed.config.as_config(),
                      repetition_penalty=parsed.config.engine.repetition_penalty)
 
-    def rehearse(strategy: "StrategyBase") -> None:
+    def rehearse(strategy: "StrategyBase", reads: Sequence["ReadPrompts"]) -> None:
         opened(strategy).prepare()
 
     with training_session(parsed, trial=TrialContext(rehearse=rehearse)) as session:

@@ -21,7 +21,7 @@ def evaluate(parsed: ParsedConfig, exits: bool = True) -> None:
     from lightrft.inference import evaluation
     from lightrft.trainer.session import training_session
     from lightrft.trainer.trial import TrialContext
-    trial = TrialContext(rehearse=partial(evaluation.rehearse, parsed.config))
+    trial = TrialContext(rehearse=partial(evaluation.plan, parsed.config))
     with training_session(parsed, exits, trial) as session:
         evaluation.evaluate(parsed.config, session.strategy)
 

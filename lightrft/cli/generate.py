@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def generate(parsed: ParsedConfig, exits: bool = True) -> None:
     """Generate with parsed options; ``exits`` as in :func:`lightrft.trainer.session.training_session`."""
     # imported after the command line is read: --help and mistakes do not wait for torch
-    from lightrft.inference.batch import rehearse, run
+    from lightrft.inference.batch import plan, run
     from lightrft.trainer.session import training_session
     from lightrft.trainer.trial import TrialContext
-    with training_session(parsed, exits, TrialContext(rehearse=partial(rehearse, parsed.config))) as session:
+    with training_session(parsed, exits, TrialContext(rehearse=partial(plan, parsed.config))) as session:
         run(parsed.config, session.strategy)
 
 

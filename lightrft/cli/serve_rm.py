@@ -18,6 +18,7 @@ def serve(parsed: ParsedConfig) -> None:
     from lightrft.rewards.placement import ScorerSetup
     from lightrft.rewards.server import RewardServer
     from lightrft.strategy.base import StrategyBase
+    from lightrft.trainer.prompt_trial import ReadPrompts
     from lightrft.trainer.session import training_session
     from lightrft.trainer.trial import TrialContext
     from lightrft.utils.logging import get_logger
@@ -30,7 +31,12 @@ def serve(parsed: ParsedConfig) -> None:
         with strategy.init_model_context():
             return RewardManager(config.as_reward_config(), setup=setup)
 
-    with training_session(parsed, trial=TrialContext(rehearse=lambda strategy: load(strategy).shutdown())) as session:
+    def rehearse(strategy: StrategyBase, reads: Sequence[ReadPrompts]) -> None:
+        load(strategy).shutdown()
+        if not parsed.plan_gpus:  # whose machine has other ports
+            RewardServer(config.server, lambda items: []).server_close()
+
+    with training_session(parsed, trial=TrialContext(rehearse=rehearse)) as session:
         rewards = load(session.strategy)
         renderers = [model.reader.renderer for model in rewards.neural.values()]
         ends = {str(end) for each in renderers for end in (*each.ends, each.tokenizer.pad_token) if end}

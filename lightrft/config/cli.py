@@ -19,7 +19,8 @@ from lightrft.config.schema import Config
 from lightrft.config.synonyms import in_own_flags
 from lightrft.config.tree import RESERVED, build, options
 from lightrft.config.verl_words import refusal_of_verl
-from lightrft.utils.errors import at_prompt, did_you_mean, ExpectedError, leave_error, UserError
+from lightrft.utils.errors import (absent_packages_are_expected, at_prompt, did_you_mean, ExpectedError, leave_error,
+                                   UserError)
 from lightrft.utils.launcher import adopt_launcher
 from lightrft.utils.logging import each_line_once, silent
 
@@ -205,7 +206,8 @@ def exit_on_config_error(prog: str | None = None) -> Iterator[None]:
     the error is raised.
     """
     try:
-        yield
+        with absent_packages_are_expected():
+            yield
     except UserError as error:
         if at_prompt():
             raise

@@ -44,6 +44,11 @@ _AGENT = ("in Python SPMDPPOTrainer(..., environment=...) answers the model; on 
           "--reward path.py:function scores its answers")
 _SHARED = "all models share the GPUs of training, which torchrun starts: --nproc-per-node, --nnodes"
 _BUCKETS = "weights are sent to the engine in buckets of --sync_bucket_mib; drop the flag"
+_DIVISIONS = ("pipeline_model_parallel_size", "pipeline_parallel_size", "tensor_model_parallel_size",
+              "context_parallel_size", "expert_model_parallel_size", "expert_parallel_size", "pp_size", "cp_size",
+              "ep_size", "ulysses_sequence_parallel_size")
+_UNDIVIDED = ("training divides the parameters of all layers, not single layers, experts or sequences; use --strategy "
+              "fsdp, or deepspeed with --zero_stage 3")
 _ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
 _PREFIXES = "vLLM and SGLang keep the prefixes that prompts share"
 _MUON = "the optimizer is AdamW, --optim adamw or adamw_8bit; drop the flag"
@@ -89,6 +94,7 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "ring_attn_head_stride": ("1", _ONE_RANK),
     "sequence_parallel_size": ("1", _ONE_RANK),
     "ds_tensor_parallel_size": ("1", _ONE_RANK),
+    **dict.fromkeys(_DIVISIONS, ("1", _ONE_RANK)),
     "grad_accum_dtype": ("(?i)fp32|float32|none", "gradients are always accumulated in float32"),
     "chunk_size": (r"[1-9]\d*", "log-probs do not depend on it; --logprob_chunk_mib bounds their memory"),
     "repetition_penalty": (r"1(\.0*)?", "1 is no penalty; in training responses are drawn from the model's own "
@@ -129,6 +135,7 @@ REFUSED: dict[str, str] = {
     "sequence_parallel_size": _SEQUENCES,
     "ds_tensor_parallel_size": "tensor parallelism is not part of training here; to shard parameters use --strategy "
     "deepspeed with --zero_stage 3",
+    **dict.fromkeys(_DIVISIONS, _UNDIVIDED),
     "deepcompile": "graphs are not compiled; drop the flag",
     "grad_accum_dtype": "gradients are always accumulated in float32; drop the flag",
     "move_model_batches": _BUCKETS,

@@ -1,5 +1,7 @@
 """Values of options in the words of other trainers, and names of the field that no value here has."""
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from os.path import commonprefix
 
 from lightrft.utils.errors import did_you_mean
 from lightrft.utils.registry import foreign_name
@@ -90,6 +92,8 @@ _ALGORITHMS: dict[str, str] = {
     "bnpo",
     f"{_OWN_COMMAND} dpo":
     "dpo",
+    f"{_OWN_COMMAND} dpo --label_smoothing E":
+    "cdpo",
     f"{_OWN_COMMAND} dpo --loss orpo":
     "orpo",
     f"{_OWN_COMMAND} dpo --loss simpo":
@@ -143,6 +147,8 @@ _REFUSED: dict[str, dict[str, str]] = {
         "veomni": "--strategy fsdp",
         "torchtitan": "--strategy fsdp",
     } | {f"zero{stage}": f"--strategy deepspeed with --zero_stage {stage}" for stage in (1, 2, 3)},
+    "loss": {"liger": "--use_liger; a loss is always fused with the head"} | dict.fromkeys(
+        ("sigmoid_norm", "bco_pair", "nca_pair", "discopop", "rso"), _ABSENT),
     "engine_type": {"trtllm": "--engine_type vllm or sglang"},
     "kl_estimator": {"abs": "it has no counterpart; --kl_estimator k1, or k3, which is never negative"},
     "overlong_prompt": dict.fromkeys(
@@ -165,16 +171,30 @@ def nearest_value(option: str, value: str, known: Iterable[str]) -> str:
     """Return what to add to the error for an unknown ``value``: what a word of the field means here, else the nearest
     of ``known``; an empty string if there is none.
 
-    A name of the field is never answered with another one, which would train something else. Most end in PO and differ
-    by a letter, so a word with these two is a typing error only of a name with the same letters.
+    A name of the field is never answered with another one, which would train something else.
     """
     words, values, asked = remedies(option), list(known), value.lower().replace("-", "_")
-    if option in _NAMES and "po" in asked:
-        words, values = ({name: words[name] for name in words
-                          if set(name) == set(asked)}, [name for name in values if set(name) == set(asked)])
+    if option in _NAMES:
+        words = {name: words[name] for name in words if _may_be_meant(name, asked)}
+        values = [name for name in values if _may_be_meant(name, asked)]
     if theirs := foreign_name(asked, words, values):
         return f" ({'' if theirs == asked else f'{theirs}: '}{_here(words[theirs])})"
     return did_you_mean(asked, values)
+
+
+def _may_be_meant(name: str, asked: str) -> bool:
+    """Return True if ``asked`` may be a typing error of the algorithm ``name``. Most names end in PO and differ by a
+    letter, so a word with these two must have the letters of the name, in another order or doubled; a word without
+    them may differ from such a name in one letter."""
+    same = sorted(_undoubled(name)) == sorted(_undoubled(asked))
+    if same or "po" in asked or "po" not in name:
+        return same or "po" not in asked
+    ends = len(commonprefix((name, asked))) + len(commonprefix((name[::-1], asked[::-1])))
+    return max(len(name), len(asked)) - ends <= 1
+
+
+def _undoubled(word: str) -> str:
+    return "".join(letter for letter, _ in groupby(word))
 
 
 def _here(remedy: str) -> str:

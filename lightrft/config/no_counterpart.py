@@ -32,8 +32,8 @@ _REASONS: dict[str, str] = {
     "--bf16 is the precision of computing; master weights are float32":
     "tf32 fp16_opt_level half_precision_backend bf16_full_eval fp16_full_eval",
     "training divides the parameters of all layers, not single layers, experts or sequences: --strategy":
-    "ulysses_sequence_parallel_size megatron_tensor_model_parallel_size megatron_pipeline_model_parallel_size "
-    "megatron_expert_model_parallel_size megatron_context_parallel_size deepspeed_autotp_size expert_parallel_size",
+    "megatron_tensor_model_parallel_size megatron_pipeline_model_parallel_size megatron_expert_model_parallel_size "
+    "megatron_context_parallel_size deepspeed_autotp_size",
     "GPUs train with torchrun and --strategy, without a file of its own":
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend fsdp_min_num_params "
     "fsdp_transformer_layer_cls_to_wrap wrap_policy_min_num_params parallelism_config ds3_gather_for_generation "
@@ -47,8 +47,8 @@ _REASONS: dict[str, str] = {
     # processes
     "there is no Ray; torchrun starts the processes":
     "num_cpus num_infer_workers ray_wait_register_center_timeout use_legacy_worker_impl agent_num_workers",
-    "all models share the GPUs of training":
-    "enable_resource_pool",
+    "all models share the GPUs of training; --engine_sleep, --offload_during_rollout and --reward_offload free them":
+    "enable_resource_pool resource_pool resource_pool_spec global_pool_id",
     "training and engine always share the GPUs":
     "hybrid_engine",
     "a run takes the GPUs that it sees; an empty CUDA_VISIBLE_DEVICES leaves the CPU":

@@ -17,7 +17,8 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.template_variables import check_read
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.post_processing import normalise_rewards, post_process, truncated
-from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
+from lightrft.inference.prompts import (check_rewards, check_scored, content_of, generate, identity, keeping, rehearse,
+                                        scoring)
 from lightrft.inference.responses import reward_input_of, score_responses
 from lightrft.inference.row_files import refuse_other_run, Row, RowFiles, write_rows
 from lightrft.models.tokenizer import load_tokenizer
@@ -28,7 +29,7 @@ from lightrft.rewards.spec import named_models
 from lightrft.rewards.validation import check_references
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
-from lightrft.trainer.samples import reward_input
+from lightrft.trainer.prompt_trial import ReadPrompts
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
@@ -57,6 +58,8 @@ def _generated(config: GenerateConfig, strategy: StrategyBase) -> tuple[RowFiles
     model = LoadedModel.open(config.as_config(), strategy, config.engine.repetition_penalty)
     prompts = _prompts(config, model)
     with _scorers(config, strategy, model.media) as rewards:
+        if rewards is not None:
+            check_rewards(rewards, prompts)
         files = _open_files(config, strategy, content_of(prompts))
         return files, generate(model, prompts, files, rewards, config.seed,
                                config.out.with_name(f"{config.out.name}.media"))
@@ -83,29 +86,35 @@ def _rows(config: GenerateConfig) -> Sequence[AnsweredRow]:
     return _of_iteration(config, read_responses(config.data, bool(config.scoring.score), _renderer(config)))
 
 
-def rehearse(config: GenerateConfig, strategy: StrategyBase) -> list[str]:
-    """Build what :func:`run` builds before it generates or scores, by a strategy of a plan; write nothing. Return lines
-    that show the first response as reward models read it.
+def plan(config: GenerateConfig, strategy: StrategyBase, reads: Sequence[ReadPrompts]) -> list[str]:
+    """Rehearse :func:`run` with the prompts that are read, or with responses; return lines that show the first response
+    as reward models read it.
 
     Raises:
         UserError: as :func:`run` does.
     """
-    media, content, items = None, list[Any](), list[RewardInput]()
-    if config.generates:
-        model = LoadedModel.open(config.as_config(), strategy)
-        prompts, media = _prompts(config, model), model.media
-        content, items = content_of(prompts), [reward_input(prompt, "") for prompt in prompts]
-        model.prepare()
-    else:
-        rows = _rows(config)
-        content, items = [one.row for one in rows], [reward_input_of(one, config.data) for one in rows]
-    lines = list[str]()
-    with strategy.init_model_context(), _scorers(config, strategy, media) as rewards:
+    for read in reads:
+        assert read.tokenizer is not None, "its prompts are made"
+        prompts = _of_iteration(config, read.prompts["train"])
+        rehearse(LoadedModel(config.as_config(), strategy, read.tokenizer, read.media), prompts,
+                 _scorers(config, strategy, read.media), config.folder, _identity(config, content_of(prompts)))
+    return [] if reads else _plan_scoring(config, strategy)
+
+
+def _plan_scoring(config: GenerateConfig, strategy: StrategyBase) -> list[str]:
+    """Build what scores the responses of rows."""
+    rows, lines = _rows(config), list[str]()
+    with strategy.init_model_context(), _scorers(config, strategy) as rewards:
         if rewards is not None:
+            items = [reward_input_of(row, config.data) for row in rows]
             check_references(rewards, items)
-            lines = [] if config.generates else [*_as_read(rewards, items[0])]
-    refuse_other_run(config.folder, identity(config, LATER, content, config.as_config()))
+            lines += _as_read(rewards, items[0])
+    refuse_other_run(config.folder, _identity(config, [row.row for row in rows]))
     return lines
+
+
+def _identity(config: GenerateConfig, content: Sequence[Any]) -> dict[str, Any]:
+    return identity(config, LATER, content, config.as_config())
 
 
 def _as_read(rewards: RewardManager, item: RewardInput) -> Iterator[str]:
@@ -153,7 +162,7 @@ def _of_iteration(config: GenerateConfig, rows: Sequence[Any]) -> Sequence[Any]:
 
 def _open_files(config: GenerateConfig, strategy: StrategyBase, content: Sequence[Any]) -> RowFiles:
     """Open the files of this run, new or unfinished; ``content`` identifies its data."""
-    files = RowFiles(config.folder, identity(config, LATER, content, config.as_config()), strategy)
+    files = RowFiles(config.folder, _identity(config, content), strategy)
     if files.done or files.unscored:
         again = f", the responses of {len(files.unscored)} are scored again" * bool(files.unscored)
         get_logger().info(f"resumed: {len(files.done)} of {len(content)} rows are done{again}")

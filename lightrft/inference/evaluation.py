@@ -9,14 +9,15 @@ from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.inference.accuracy import differences, group_answers, Measure, measures, parts_of, results
 from lightrft.inference.loading import LoadedModel
-from lightrft.inference.prompts import check_scored, content_of, generate, identity, keeping, scoring
-from lightrft.inference.row_files import refuse_other_run, Row, RowFiles, write_rows
+from lightrft.inference.prompts import (check_rewards, check_scored, content_of, generate, identity, keeping, rehearse,
+                                        scoring)
+from lightrft.inference.row_files import Row, RowFiles, write_rows
 from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import check_references
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
-from lightrft.trainer.samples import reward_input
+from lightrft.trainer.prompt_trial import ReadPrompts
+from lightrft.types import Prompt
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import fitting
 
@@ -66,27 +67,21 @@ def answer(config: EvaluateConfig, strategy: StrategyBase, path: str, folder: Pa
     model = LoadedModel.open(rl, strategy, config.engine.repetition_penalty)
     prompts = _prompts(config, model)
     with scoring(config.score, ScorerSetup.of(rl, strategy.device, media=model.media)) as rewards:
-        check_accuracy_part(config.evaluation.accuracy_part, rewards.part_names())
+        check_rewards(rewards, prompts, config.evaluation.accuracy_part)
         files = RowFiles(folder, _identity(config, prompts, path), strategy)
         todo = len(prompts) - len(files.done) - len(files.unscored)
         get_logger().info(f"{path}: {todo} of {len(prompts)} prompts to answer")
         return files, generate(model, prompts, files, rewards, config.seed, config.folder / "media")
 
 
-def rehearse(config: EvaluateConfig, strategy: StrategyBase) -> None:
-    """Build what :func:`evaluate` builds of each model before it generates, by a strategy of a plan; write nothing.
-
-    Raises:
-        UserError: as :func:`evaluate` does.
-    """
-    for path, name in zip(config.model.pretrain, model_names(config.model.pretrain)):
-        model = LoadedModel.open(config.as_config(path), strategy)
-        prompts = _prompts(config, model)
-        model.prepare()
-        setup = ScorerSetup.of(model.config, strategy.device, media=model.media)
-        with strategy.init_model_context(), scoring(config.score, setup) as rewards:
-            check_references(rewards, (reward_input(prompt, "") for prompt in prompts))
-        refuse_other_run(config.folder / f"{name}.parts", _identity(config, prompts, path))
+def plan(config: EvaluateConfig, strategy: StrategyBase, reads: Sequence[ReadPrompts]) -> None:
+    """Rehearse :func:`evaluate` with each model, of the prompts that are read for it."""
+    for path, name, read in zip(config.model.pretrain, model_names(config.model.pretrain), reads):
+        assert read.tokenizer is not None, "its prompts are made"
+        model = LoadedModel(config.as_config(path), strategy, read.tokenizer, read.media)
+        prompts, setup = read.prompts["eval"], ScorerSetup.of(model.config, strategy.device, media=model.media)
+        rehearse(model, prompts, scoring(config.score, setup), config.folder / f"{name}.parts",
+                 _identity(config, prompts, path), config.evaluation.accuracy_part)
 
 
 def _prompts(config: EvaluateConfig, model: LoadedModel) -> PromptsDataset:
@@ -94,7 +89,7 @@ def _prompts(config: EvaluateConfig, model: LoadedModel) -> PromptsDataset:
     return PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
 
 
-def _identity(config: EvaluateConfig, prompts: PromptsDataset, path: str) -> dict[str, Any]:
+def _identity(config: EvaluateConfig, prompts: Sequence[Prompt], path: str) -> dict[str, Any]:
     return identity(config, LATER, content_of(prompts), config.as_config(path)) | {"the model": path}
 
 

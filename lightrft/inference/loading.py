@@ -38,12 +38,22 @@ class LoadedModel:
             UserError: there is no such model, it has not enough positions, or its template does not read a variable of
                 ``--chat_template_kwargs``.
         """
-        path, lengths = str(config.model.pretrain), config.rollout
-        check_context(path, prompt_max_len=lengths.prompt_max_len, generate_max_len=lengths.generate_max_len)
+        path = str(config.model.pretrain)
         tokenizer = load_tokenizer(path, config.data.chat_template)
-        check_read(config.data.chat_template_kwargs, [tokenizer])  # a chat has no rows yet
         media = open_media(path, tokenizer, config.data, strategy)
-        return cls(config, strategy, tokenizer, media, repetition_penalty)
+        return cls(config, strategy, tokenizer, media, repetition_penalty).checked()
+
+    def checked(self) -> "LoadedModel":
+        """Return this model, if it has enough positions and its template reads what rows and options set.
+
+        Raises:
+            UserError: see :meth:`open`.
+        """
+        lengths = self.config.rollout
+        check_context(str(self.config.model.pretrain), prompt_max_len=lengths.prompt_max_len,
+                      generate_max_len=lengths.generate_max_len)
+        check_read(self.config.data.chat_template_kwargs, [self.tokenizer])  # a chat has no rows yet
+        return self
 
     @property
     def sampling(self) -> SamplingParams:

@@ -2,8 +2,8 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from lightrft.config.tree import flatten, options
 from lightrft.inference.generation import BatchGenerator, score_again
 from lightrft.inference.loading import LoadedModel
 from lightrft.inference.media_columns import MediaColumns
-from lightrft.inference.row_files import Row, RowFiles
+from lightrft.inference.row_files import refuse_other_run, Row, RowFiles
+from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_entry, parse_models
-from lightrft.rewards.validation import check_references
+from lightrft.rewards.validation import check_references, score_answers
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
@@ -49,6 +50,33 @@ def _contents(used: Config) -> dict[str, str]:
     return {f"the content of {name}": sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
             for name, path in files.items() if path} | {
                 f"the files of {path}": model_digest(path, quick=True) for path in models if path}  # yapf: disable
+
+
+def check_rewards(rewards: RewardManager, prompts: Sequence[Prompt], accuracy_part: str | None = None) -> None:
+    """Raise if the rewards cannot read the references of prompts, or do not give ``accuracy_part``."""
+    check_references(rewards, (reward_input(prompt, "") for prompt in prompts))
+    check_accuracy_part(accuracy_part, rewards.part_names())
+    if accuracy_part is not None and accuracy_part not in rewards.part_names() and not rewards.neural:
+        scores = score_answers(rewards, reward_input(prompts[0], ""))  # a number that a function returns
+        check_accuracy_part(accuracy_part, rewards.part_names(), [score.parts for score in scores])
+
+
+def rehearse(model: LoadedModel, prompts: Sequence[Prompt], scorers: AbstractContextManager[RewardManager | None],
+             folder: Path, identity_of: Mapping[str, Any], accuracy_part: str | None = None) -> None:
+    """Build what a run of ``prompts`` builds before it generates, by a strategy of a plan; write nothing.
+
+    Args:
+        scorers: opens the rewards, or gives None.
+        folder: of the rows of the run, which ``identity_of`` identifies.
+
+    Raises:
+        UserError: as the run does.
+    """
+    model.checked().prepare()
+    with model.strategy.init_model_context(), scorers as rewards:
+        if rewards is not None:
+            check_rewards(rewards, prompts, accuracy_part)
+    refuse_other_run(folder, identity_of)
 
 
 @contextmanager
@@ -89,8 +117,6 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     Returns:
         False if a stop request has ended it early.
     """
-    if rewards is not None:
-        check_references(rewards, (reward_input(prompt, "") for prompt in prompts))
     sampling, samples = model.sampling, model.config.rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):

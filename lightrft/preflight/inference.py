@@ -105,7 +105,7 @@ def _output(c: GenerateConfig) -> Iterator[str]:
     if out.is_dir():
         yield f"--output_path {out}: is a folder; give a file, e.g. {out / 'generated.jsonl'}"
     else:
-        yield from writable("output_path", str(out.absolute().parent))
+        yield from writable("output_path", str(c.folder))
     if c.data.iter is None:
         yield from if_set(c, ["rollout_batch_size"], "has no effect without --iter; add --iter 0 or drop it")
     if c.data.prompt_data_probs and len(c.data.prompt_data) > 1:

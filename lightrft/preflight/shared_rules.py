@@ -1,4 +1,5 @@
 """Rules that hold for every trainer: of single options, and of the option groups that all trees have."""
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from lightrft.preflight.batches import nearest_divisors
 from lightrft.preflight.written import written_problems
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.utils.errors import did_you_mean, install_command
+from lightrft.utils.trackers import tracker_refusal, wandb_problem
 
 # what commands of other trainers always set, whether it is read or not
 HELD_OUT = ("max_eval_samples", "eval_temperature", "eval_top_p", "eval_n_samples", "eval_pass_k", "accuracy_part")
@@ -214,7 +216,8 @@ def _checkpoint(c: Tree) -> Iterator[str]:
 
 
 def writable(name: str, path: str) -> Iterator[str]:
-    """Yield the problem of a future folder: the nearest of it and its parents that exists must be a writable folder."""
+    """Yield the problem of a future folder: the nearest of it and its parents that exists must be a writable folder,
+    and the names below it short enough."""
     parents = (Path(path), *Path(path).absolute().parents)
     there = next(parent for parent in parents if os.path.exists(parent))
     which = "" if there == Path(path) else f"{there} "
@@ -222,6 +225,19 @@ def writable(name: str, path: str) -> Iterator[str]:
         yield f"--{name} {path}: {which}is a file; give a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"--{name} {path}: {which}cannot be written to; give a writable folder, or change its permissions"
+    elif there != Path(path) and (reason := _unmakeable(there, Path(path).absolute())):
+        yield f"--{name} {path}: cannot be created ({reason}); give a folder that can be written to"
+
+
+def _unmakeable(there: Path, folder: Path) -> str:
+    """Return why ``folder`` cannot be made below ``there``, a folder; empty if nothing is known against it."""
+    if any(len(os.fsencode(part)) > os.pathconf(there, "PC_NAME_MAX") for part in folder.parts):
+        return os.strerror(errno.ENAMETOOLONG)
+    mounts = Path("/proc/self/mounts")
+    kinds = dict(line.split()[1:3] for line in mounts.read_text().splitlines()) if mounts.exists() else {}
+    mounted = next((kinds[str(parent)] for parent in (there.resolve(), *there.resolve().parents)
+                    if str(parent) in kinds), "")  # yapf: disable
+    return f"{there} takes no new folders" if mounted in ("proc", "sysfs") else ""
 
 
 def _best_metric(c: Tree) -> Iterator[str]:
@@ -249,6 +265,8 @@ def _package(flag: str, name: str, extra: str = "") -> Iterator[str]:
 def _packages(log: SinkConfig) -> Iterator[str]:
     if log.use_wandb:
         yield from _package("use_wandb true", "wandb", "wandb")
+        if problem := wandb_problem(os.environ):
+            yield tracker_refusal("use_wandb", problem)
     if log.use_trackio:
         yield from _package("use_trackio true", "trackio", "trackio")
     if log.use_tensorboard:

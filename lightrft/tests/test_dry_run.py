@@ -147,11 +147,14 @@ CASES: dict[str, dict[str, Case]] = {
         "held-out": (written(UNREADABLE, "eval_data"), "cannot read the reference"),
         "template": (given(chat_template="chatmml"), "unknown chat template"),
         "engine": (given(engine_type="sglang"), "sglang"),
+        "critic": (given(advantage_estimator="gae", critic_pretrain="nosuch_dir"), "cannot load a model from 'nosuch"),
+        "kernel": (given(save_path="/proc/sys/x"), "--save_path /proc/sys/x: .*cannot be"),
     },
     "sft": MODEL | {"few rows": (written(PAIRS[:1], "train_data", chosen_key="chosen"), "")},
     "kd": {"frozen tower": MODEL["frozen tower"], "teacher": (given(teacher_model="home:foreign"), "tokens are not"),
            "top k": (given(kd_top_k=1000), "the models have 260 logits")},
-    "dpo": MODEL | {"reference": (given(ref_pretrain="home:foreign"), "its tokens are not"),
+    "dpo": MODEL | {"no model": (given(pretrain="nosuch_dir"), "cannot load .*'nosuch_dir'"),
+                    "reference": (given(ref_pretrain="home:foreign"), "its tokens are not"),
                     "cache": (given(ref_cache_dir="home:pairs.jsonl"), "--ref_cache_dir .*is a file; give a folder")},
     "kto": {"no target": MODEL["no target"], "reference": (given(ref_pretrain="home:foreign"), "its tokens are not")},
     "rm": {"frozen tower": MODEL["frozen tower"], "no target": MODEL["no target"],
@@ -170,10 +173,13 @@ CASES: dict[str, dict[str, Case]] = {
     "evaluate": {name: MODEL[name] for name in ("no weights", "other shape", "scores")} | {
         "reward": (given(score="exatc"), "did you mean exact"),
         "scorer": (given(score="home:model"), "--score .*without a reward head"),
+        "number": (given(accuracy_part="exact/nosuch"), "--accuracy_part exact/nosuch: .*they give: exact"),
+        "long name": (given(output_path="x" * 300), "cannot be created .File name too long"),
     },
     "chat": {name: MODEL[name] for name in ("no weights", "no tokenizer", "scores")},
     "serve_rm": {"no head": (given(reward_pretrain="home:model"), "it is a generative model"),
-                 "moments": (given(normalize_reward=True), "no mean and std")},
+                 "moments": (given(normalize_reward=True), "no mean and std"),
+                 "host": (given(host="203.0.113.1"), "--host 203.0.113.1 --port 0: cannot listen there")},
 }  # yapf: disable
 
 
@@ -202,6 +208,7 @@ ABSENT = {  # a package -> the command and the options that need it; the end of 
     "deepspeed": ("sft", {"strategy": "deepspeed"}, "-e '.[deepspeed]'"),
     "bitsandbytes": ("dpo", {"optim": "adamw_8bit"}, "-e '.[bitsandbytes]'"),
     "wandb": ("rm", {"use_wandb": True}, "-e '.[wandb]'"),
+    "peft": ("sft", {"lora_rank": 4}, "-e ."),
     "trackio": ("kto", {"use_trackio": True}, "-e '.[trackio]'"),
     "mlflow": ("train", {"trackers": "mlflow"}, "mlflow"),
 }  # yapf: disable
@@ -235,3 +242,12 @@ def refusal(capfd: Any) -> str:
 def test_a_dry_run_of_a_whole_command_says_what_it_has_not_tried(home, tmp_path, capfd):
     assert run("sft", options_of("sft", home, tmp_path, pretrain="org/absent"), "--dry_run") == 0
     assert "model: org/absent is not on this machine" in capfd.readouterr().out
+
+
+def test_the_form_of_a_key_is_known_before_the_run(home, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    for words in (["--dry_run"], []):
+        assert run("rm", options_of("rm", home, tmp_path / "run", use_wandb=True), *words) == 2
+        said = refusal(capfd)
+        assert "--use_wandb: the tracker cannot start: API key must have 40+ characters, has 5." in said

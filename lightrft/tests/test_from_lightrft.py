@@ -60,6 +60,7 @@ def line_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                  "extra_info": {"label": "gsm8k_rule"}} for n in range(128)]  # yapf: disable
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # as in its script
     return shlex.split(LINE.format(home=tmp_path))
 
 
@@ -105,6 +106,7 @@ def test_each_of_its_flags_has_its_outcome(asked: Asked, capsys: pytest.CaptureF
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken without a word, accepted with one line, or refused with the words of the page."""
     monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     words = [f"--{asked.name}", *asked.words]
     if asked.outcome == "refused":
         err = refused(words, capsys)

@@ -63,6 +63,7 @@ def seeing_fixture(home):
 def tried_fixture(monkeypatch, capsys):
     """Return a function that plans a command under the name of its module, as ``python -m`` and launchers run it."""
     monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # the token of the documents is none
 
     def tried(module, words):
         plan = ["--dry_run", "--plan_gpus", "1xH100" if module in ONE_PROCESS else "8xH100"]

@@ -29,6 +29,7 @@ from lightrft.trainer.model_media import open_media
 from lightrft.trainer.reward_trial import rendered
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.hub import is_no_model
 
 Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its file and number
 USES = {"train": "training", "eval": "evaluation"}  # of the rows of a split
@@ -55,7 +56,10 @@ def tokenizer_of(path: str, template: str | None,
         tokenizer = load_tokenizer(path)
     except UserError as error:
         folder = Path(path).expanduser()
-        if any((folder / name).is_file() for name in TOKENIZER_FILES) or folder.exists() and not elsewhere:
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise
+        if not elsewhere and (folder.exists() or is_no_model(path, error)):
+            read_config(path)  # which a run does first
             raise
         yield f"data: not tokenized, for lack of a tokenizer: {error}"
         return None
@@ -75,10 +79,10 @@ def on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
     return absent + [counted(len(rows), entry, split) for entry, rows in zip(here, parts)], parts
 
 
-def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, elsewhere: bool,
-                 scored: bool = True) -> Generator[str, None, ReadPrompts]:
+def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, elsewhere: bool, scored: bool = True,
+                 suffix: str = "") -> Generator[str, None, ReadPrompts]:
     """Read the prompts of a run that generates (:func:`_read`), refuse an engine that cannot take their media, and
-    tokenize them."""
+    tokenize them, each with ``suffix`` behind it."""
     data, path, most, parts = config.data, str(config.model.pretrain), Counter[str](), list[Rows]()
     read = ReadPrompts()
     for split in splits:
@@ -90,7 +94,7 @@ def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, el
         return read
     read.media = open_media(path, read.tokenizer, data)
     for split in splits:
-        prompts = read.prompts[split] = _tokenized(config, split, read, scored)
+        prompts = read.prompts[split] = _tokenized(config, split, read, scored, suffix)
         read.rows[split] = len(prompts) or read.rows[split]
         yield from mixed(data.prompt_data, prompts)
         if prompts and split == splits[0]:
@@ -108,7 +112,7 @@ def _untokenized(config: Config, parts: Sequence[Rows], found: Found, scored: bo
         yield from shown(rendered(record, config, None)[0], GIVEN)
 
 
-def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool) -> Sequence[Prompt]:
+def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool, suffix: str) -> Sequence[Prompt]:
     """Make the prompts of a split that are on this machine as the run does, for its errors and warnings; note in
     ``read`` that others are not."""
     assert read.tokenizer is not None, "they are tokenized"
@@ -122,7 +126,7 @@ def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool) -> S
     if not any(getattr(local, name) for name in entries):
         return []
     return PromptsDataset(data if complete else replace(local, prompt_data_probs=[]), read.tokenizer,
-                          config.rollout.prompt_max_len, split, read.media, scored=scored)
+                          config.rollout.prompt_max_len, split, read.media, suffix, scored)
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:

@@ -16,6 +16,7 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten, options
 from lightrft.datasets.media_store import MediaStore
+from lightrft.models.config_json import read_config
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.spec import parse_models
 from lightrft.strategy.optimizer import OptimSpec
@@ -24,7 +25,8 @@ from lightrft.trainer.offline.offline_trainer import OfflineTrainer
 from lightrft.trainer.pretraining_loss import read_pretraining
 from lightrft.trainer.spmd_ppo_trainer import build_models, needed_models, SPMDPPOTrainer
 from lightrft.types import Prompt
-from lightrft.utils.hub import model_is_here
+from lightrft.utils.errors import UserError
+from lightrft.utils.hub import is_no_model, model_is_here
 from lightrft.utils.logging import silent
 
 UNTRIED = OptimSpec(0.0)  # of a model that is only built
@@ -35,8 +37,17 @@ def models_are_here(config: Tree, elsewhere: bool) -> Generator[str, None, bool]
 
     Args:
         elsewhere: the run is for another machine, so that a folder without weights is none of its own.
+
+    Raises:
+        UserError: there is no such model.
     """
     absent = [path for path in model_paths(config) if not model_is_here(path, elsewhere)]
+    for path in () if elsewhere else absent:
+        try:
+            read_config(path)
+        except UserError as error:
+            if is_no_model(path, error):
+                raise
     yield from (f"model: {path} is not on this machine, so its weights, and the options that depend on them, are not "
                 "tried here" for path in absent)
     return not absent

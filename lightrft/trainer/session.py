@@ -27,7 +27,8 @@ from lightrft.strategy.distributed import gather_early
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.trial import DEFAULT, TrialContext, try_inputs
 from lightrft.utils.env import frozen_objects, seed_everything, used_memory_gib, World
-from lightrft.utils.errors import at_prompt, disk_full_is_expected, ExpectedError, leave_error, UserError
+from lightrft.utils.errors import (absent_packages_are_expected, at_prompt, disk_full_is_expected, ExpectedError,
+                                   leave_error, UserError)
 from lightrft.utils.gpu import rank_device
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
@@ -81,7 +82,8 @@ def _session(parsed: ParsedConfig, exits: bool, made: StrategyBase | None) -> It
     store, limits, folder = connect_store(world), config.placement, str(config.folder)
     watchdog = Watchdog(world.rank, world.world_size, timer.phase, limits.dist_timeout_s, store,
                         started=lambda: timer.steps > 0, silence_s=limits.silence_timeout_s)
-    with _one_line(watchdog) if exits else nullcontext(), watchdog, parsed.own_words(), disk_full_is_expected(folder):
+    with _one_line(watchdog) if exits else nullcontext(), watchdog, parsed.own_words(), disk_full_is_expected(folder), \
+            absent_packages_are_expected():
         refuse_unlike_ranks(strategy.all_gather_object(chosen_by_machine(config)))
         seed_everything(config.seed + strategy.rank)
         _announce(parsed, strategy)

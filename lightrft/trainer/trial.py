@@ -32,7 +32,8 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.planned import PlannedStrategy
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.offline.offline_trainer import OfflineTrainer
-from lightrft.trainer.prompt_trial import counted, Found, later, mixed, on_disk, read_prompts, tokenizer_of
+from lightrft.trainer.prompt_trial import (counted, Found, later, mixed, on_disk, read_prompts, ReadPrompts,
+                                           tokenizer_of)
 from lightrft.trainer.rehearsal import models_are_here, rehearse_rows, rehearse_training
 from lightrft.trainer.reward_trial import try_row
 from lightrft.utils.errors import UserError
@@ -48,14 +49,14 @@ class TrialContext:
         cuda: the run is for GPUs.
         elsewhere: it is for another machine, where the rows and the weights may be others.
         trainer: of fixed data.
-        rehearse: builds all that a command builds before it starts, of one that trains nothing; it may return lines to
-            show.
+        rehearse: builds all that a command builds before it starts, of one that trains nothing, by a strategy of a
+            plan, of the prompts that are read for each model; it may return lines to show.
         functions: rewards of this program, by the names under which ``--reward`` selects them.
     """
     cuda: bool = False
     elsewhere: bool = False
     trainer: type[OfflineTrainer[Any]] | None = None
-    rehearse: Callable[[StrategyBase], Iterable[str] | None] | None = None
+    rehearse: Callable[[StrategyBase, Sequence[ReadPrompts]], Iterable[str] | None] | None = None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -107,19 +108,22 @@ def _try_evaluation(config: EvaluateConfig, context: TrialContext = DEFAULT) -> 
             check_accuracy_part(config.evaluation.accuracy_part, rewards.part_names())
         finally:
             rewards.shutdown()
+    reads = list[ReadPrompts]()
     for path in config.model.pretrain:
-        yield from read_prompts(config.as_config(path), ["eval"], {}, context.cuda, context.elsewhere)
-    yield from _rehearsed(config, context)
+        reads.append((yield from read_prompts(config.as_config(path), ["eval"], {}, context.cuda, context.elsewhere,
+                                              suffix=config.data.wish)))
+    yield from _rehearsed(config, context, reads)
 
 
 @try_inputs.register
 def _try_generation(config: GenerateConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
+    reads, scored = list[ReadPrompts](), bool(config.scoring.score)
     if config.generates:
-        yield from read_prompts(config.as_config(), ["train"], {}, context.cuda, context.elsewhere,
-                                bool(config.scoring.score))
+        reads.append((yield from read_prompts(config.as_config(), ["train"], {}, context.cuda, context.elsewhere,
+                                              scored, config.data.wish)))
     else:
-        yield from _answered(config.data, bool(config.scoring.score))
-    yield from _rehearsed(config, context)
+        yield from _answered(config.data, scored)
+    yield from _rehearsed(config, context, reads)
 
 
 def _answered(data: GenerateDataConfig, scored: bool) -> Iterator[str]:
@@ -135,16 +139,18 @@ def _answered(data: GenerateDataConfig, scored: bool) -> Iterator[str]:
 
 @try_inputs.register(ChatConfig)
 @try_inputs.register(ServeConfig)
-def _rehearsed(config: Tree, context: TrialContext = DEFAULT) -> Iterator[str]:
-    """Build what the command builds before it starts, where all that it reads is on this machine."""
+def _rehearsed(config: Tree, context: TrialContext = DEFAULT, reads: Sequence[ReadPrompts] = ()) -> Iterator[str]:
+    """Build what the command builds before it starts, of the prompts of ``reads``, where all that it reads is on this
+    machine."""
     data = data_of(config)
     entries = [] if data is None else [*data.prompt_data, *data.eval_data]
     suites = [] if data is None else data.eval_suite
     if context.rehearse is None or not (yield from models_are_here(config, context.elsewhere)):
         return
-    if all(map(is_here, entries)) and all(parse_suite(one)[1] for one in suites):
+    here = all(map(is_here, entries)) and all(parse_suite(one)[1] for one in suites)
+    if here and all(read.tokenizer is not None for read in reads):
         with silent():  # the rows are reported above
-            lines = context.rehearse(PlannedStrategy(config.placement, False))
+            lines = context.rehearse(PlannedStrategy(config.placement, False), reads)
         yield from lines or ()
 
 

@@ -2,12 +2,14 @@
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,6 +93,28 @@ def disk_full_is_expected(folder: str) -> Iterator[None]:
             raise
         raise ExpectedError(f"cannot write to {folder}: {error}. Make room; --load_checkpoint resumes from the "
                             "newest checkpoint") from error
+
+
+@contextmanager
+def absent_packages_are_expected() -> Iterator[None]:
+    """Turn the failed import of a package that lightrft requires into a :class:`UserError` with the remedy."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _required_modules():
+            raise
+        raise UserError(f"the package {name} is not installed; run: pip install -e . in the checkout of lightrft") \
+            from error
+
+
+def _required_modules() -> set[str]:
+    """Return the modules of the distributions that lightrft requires without an extra; none if it is not installed."""
+    with suppress(PackageNotFoundError):
+        needed = [text for text in requires("lightrft") or [] if "extra ==" not in text]
+        names = [re.split(r"[^\w-]", text)[0].lower().replace("-", "_") for text in needed]
+        return {*names, *(name.removeprefix("py") for name in names)}  # pyyaml has yaml
+    return set()
 
 
 @contextmanager

@@ -65,6 +65,16 @@ def model_folder(path: str) -> Path | None:
     return None
 
 
+def is_no_model(path: str, error: BaseException) -> bool:
+    """Return True if ``error``, of reading the hub id ``path``, will come again: the hub has no such model, or the name
+    has no owner, as that of a folder with a typing error."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RepositoryNotFoundError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None or "/" not in path
+
+
 def model_is_here(path: str, complete: bool = False) -> bool:
     """Return True for the folder of a model, with ``complete`` only if weights are in it, and for a hub id whose
     weights are in the cache."""

@@ -13,7 +13,8 @@ from typing import IO, Any
 from lightrft.utils.errors import CaptureException, first_line, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.tables import evaluation_table, StepTable
-from lightrft.utils.trackers import (AccelerateSink, require, Sink, TensorboardSink, TrackioSink, WANDB_ID, WandbSink)
+from lightrft.utils.trackers import (AccelerateSink, require, Sink, TensorboardSink, tracker_refusal, TrackioSink,
+                                     WANDB_ID, WandbSink)
 from lightrft.utils.trajectory_saver import jsonable
 
 _FSYNC_S = 10.0
@@ -235,9 +236,7 @@ class MetricSinks:
                 continue
             if not option or not isinstance(captured.cause, Exception):
                 raise captured.cause
-            remedy = "; WANDB_MODE=offline needs no account" if option == "use_wandb" else ""
-            raise UserError(f"--{option}: the tracker cannot start: {first_line(captured.cause)} (its address and its "
-                            f"key are environment variables{remedy})") from captured.cause
+            raise UserError(tracker_refusal(option, first_line(captured.cause))) from captured.cause
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write ``metrics`` of ``step`` to every sink; the first call opens them, if nothing has."""

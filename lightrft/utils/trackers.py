@@ -88,6 +88,24 @@ class WandbSink(Sink):
         self._run.finish()
 
 
+def tracker_refusal(option: str, cause: str) -> str:
+    """Return the error of a tracker that cannot start."""
+    remedy = "; WANDB_MODE=offline needs no account" if option == "use_wandb" else ""
+    return (f"--{option}: the tracker cannot start: {cause} (its address and its key are environment "
+            f"variables{remedy})")
+
+
+def wandb_problem(environment: Mapping[str, str]) -> str | None:
+    """Return what W&B finds wrong with the form of the key in ``WANDB_API_KEY``, None where it reads none."""
+    if not environment.get("WANDB_API_KEY") or environment.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return None
+    try:
+        from wandb.sdk.lib.wbauth import check_api_key
+    except ImportError:  # of another version, which will check it when it starts
+        return None
+    return check_api_key(environment["WANDB_API_KEY"])
+
+
 class TrackioSink(Sink):
     """A local trackio run, resumed if it exists."""
 

@@ -86,12 +86,14 @@ ANSWERS = {"dapo": "here: --recipe dapo", "gspo": "here: --recipe gspo", "cispo"
            "reinforce_plus_plus": "here: --recipe reinforce++", "drgrpo": "here: --recipe dr_grpo",
            "simpo": "lightrft dpo --loss simpo", "kto": "lightrft kto", "gkd": "lightrft kd",
            "raft": "--post_processor rs", "vapo": "not part of this release", "gfpo": "not part of this release",
+           "cdpo": "here: the command lightrft dpo --label_smoothing E",
            "prime": "PRIME trains a reward model of its own"}  # yapf: disable
 
 
 @pytest.mark.parametrize("option", ["advantage_estimator", "policy_loss", "recipe"])
 def test_an_unlisted_name_of_the_field_is_not_a_typing_error(option):
-    for name in "gepo fipo gcpo empo cmpo hapo ghpo mdpo vppo qpo dra_grpo ppo_kl gspo++ reinforce-ada apo".split():
+    for name in ("gepo fipo gcpo empo cmpo hapo ghpo mdpo vppo qpo avapo dra_grpo ppo_kl gspo++ reinforce-ada "
+                 "apo").split():
         said = nearest_value(option, name, ENTRIES[option])
         assert said == "" or said.startswith(" (not part of this release"), (name, said)
 
@@ -105,12 +107,19 @@ def test_a_name_of_the_field_gets_its_recipe_or_its_command(option):
 @pytest.mark.parametrize("option,typed,meant", [("advantage_estimator", "group_nrm", "group_norm"),
                                                 ("policy_loss", "kl_cv", "kl_cov"), ("recipe", "dr_grp", "dr_grpo"),
                                                 ("recipe", "GRPO", "grpo"), ("recipe", "grop", "grpo"),
-                                                ("policy_loss", "gsspo", "gspo")])
+                                                ("policy_loss", "gsspo", "gspo"), ("policy_loss", "gspp", "gspo")])
 def test_a_typing_error_gets_its_nearest_name(option, typed, meant):
     assert f"did you mean {meant}?" in nearest_value(option, typed, ENTRIES[option])
 
 
+def test_a_loss_of_pairs_in_the_words_of_others_is_explained():
+    for word, answer in (("liger", "here: --use_liger"), ("sigmoid_norm", "not part of this release")):
+        assert nearest_value("loss", word, PAIR_LOSSES).startswith(f" ({answer}")
+
+
 def test_a_typing_error_of_a_foreign_name_gets_what_that_means():
+    near = nearest_value("advantage_estimator", "gspp", ENTRIES["advantage_estimator"])
+    assert near == " (gspo: here: --recipe gspo)"
     assert nearest_value("policy_loss", "vesspo",
                          ENTRIES["policy_loss"]).startswith(" (vespo: not part of this release")
 
@@ -118,7 +127,7 @@ def test_a_typing_error_of_a_foreign_name_gets_what_that_means():
 def test_the_remedies_are_options_and_values_here():
     for text in {*ALGORITHMS.values(), *MANAGERS.values()}:
         for flag, value in re.findall(r"--(\w+)(?: ([\w+-]+))?", text):
-            assert flag in options(Config) or flag in ("loss", "post_processor"), flag
+            assert flag in options(Config) or flag in ("loss", "label_smoothing", "post_processor"), flag
             assert flag != "recipe" or value in RECIPES, value
             assert flag not in ENTRIES or value in ENTRIES[flag], (flag, value)
 

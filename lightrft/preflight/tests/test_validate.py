@@ -251,6 +251,14 @@ def test_a_tree_names_the_class_of_its_checks(tree):
     assert known is tree or tree is RMConfig and known is OfflineConfig
 
 
+@pytest.mark.parametrize("tree", [GenerateConfig, EvaluateConfig, ChatConfig])
+def test_sglang_has_no_repetition_penalty(tree):
+    for engine, refused in (("sglang", True), ("vllm", False)):
+        found = preflight(build(tree, {"engine_type": engine, "repetition_penalty": 1.2})).engine_problems(1, True, 1)
+        said = "--repetition_penalty 1.2: has no effect with --engine_type sglang; add --engine_type vllm or drop it"
+        assert (said in list(found)) == refused
+
+
 @pytest.mark.parametrize("tree", TRAINERS)
 def test_every_model_of_a_run_is_looked_for(tree):
     names = [option.name for option in every_option(tree) if option.path == "model"]

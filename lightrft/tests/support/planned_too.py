@@ -13,10 +13,8 @@ from lightrft.utils.errors import ExpectedError, UserError
 
 UNPLANNED = {
     r"^rank \d+: ": "another rank found it, perhaps on another machine",
-    "cannot be created": "a dry run creates no folder",
-    "cannot listen there": "a dry run opens no port",
     "the server sent other bytes to rank": "a plan is made by one rank",
-    "responses are unscored|no row is left|no reward of this run gives it": "the scores of responses decide",
+    "responses are unscored|no row is left": "the scores of responses decide",
     "could be scored: unreachable": "a server of rewards need not run yet",
     r"^(vLLM|SGLang)|engine (cannot load|was started for)|HF engine needs|--engine_args|key-value cache":
     "engines are not started",

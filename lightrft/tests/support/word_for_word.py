@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.tests.support import media_runs, tiny
+from lightrft.tests.support.launch import free_port
 from lightrft.tests.support.scorers import save_scorer
 
 _PATHS = {
@@ -53,6 +54,7 @@ def words_of(command: str, home: Path, out: Path) -> list[str]:
     """The words of a command of a document; it writes below ``out``."""
     for text, meant in _QUOTED.items():
         command = command.replace(text, meant)
+    command = command.replace("//localhost:5000/", f"//localhost:{free_port()}/")  # nothing listens there
     command = re.sub(r"(--(?:save|ckpt|output)_path) \S*?(/\w[\w.-]*)?(?= |$)", rf"\1 {out}\2", command)
     names = sorted(PATHS, key=len, reverse=True)
     found = "|".join(re.escape(name) + r"(?![\w-])" for name in names)

@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_be_made_exits_with_2(home, tmp_path, capsys, no_st
         assert error.value.code == 2 and f"--save_path {path}" in said and told in said and "give a folder" in said
     with pytest.raises(SystemExit):
         generate.main(["--pretrain", str(home / "model"), "--prompt_data", str(home / "train.jsonl"), "--output_path",
-                       "/proc/lightrft/a.jsonl"])  # yapf: disable
+                       "/proc/lightrft/a.jsonl", "--prompt_max_len=64", "--generate_max_len=8"])  # yapf: disable
     assert "--output_path /proc/lightrft/a.jsonl.parts: cannot be created" in capsys.readouterr().err
 
 
