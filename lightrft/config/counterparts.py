@@ -78,6 +78,8 @@ ELSEWHERE: dict[str, str] = {
     "mask_truncated_completions": "--mask_truncated",
     "top_entropy_quantile": "--high_entropy_token_ratio",
     "use_adaptive_entropy": "--entropy_target",
+    "use_tis": "--rollout_correction tis",
+    "limit_mm_per_prompt": "--limit_mm_image_per_prompt and --limit_mm_video_per_prompt",
     "vllm_importance_sampling_mode": "--rollout_correction",
     "vllm_importance_sampling_clip_min": "--correction_low",
     "vllm_importance_sampling_clip_max": "--correction_high",

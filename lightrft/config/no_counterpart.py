@@ -134,7 +134,7 @@ _REASONS: dict[str, str] = {
     "skip_memory_metrics include_tokens_per_second include_num_input_tokens_seen profiler_enable global_profiler_steps "
     "perf disable_log_stats",
     "metrics.jsonl has it in every run":
-    "log_entropy log_rollout_offpolicy_metrics",
+    "log_entropy log_rollout_offpolicy_metrics calculate_entropy",
     "held-out responses are scored by --reward":
     "compute_metrics metric include_for_metrics",
     "options of this program in YAML are given with --config FILE":
