@@ -102,7 +102,7 @@ def test_gsm8k_metrics(gsm8k):
         assert not missing and None not in row.values(), missing
         assert row["rollout/prompts"] == 4 and row["rollout/samples"] == 8 and row["reward/unscored"] == 0
     assert [first["step"], second["step"]] == [1, 2] and second["time/checkpoint_s"] > 0 and second["time/eval_s"] > 0
-    assert {"eval/all/pass@1", "eval/openai/gsm8k/avg@1", "eval/openai/gsm8k/len"} <= set(second)
+    assert {"eval/all/pass@1", "eval/openai/gsm8k/reward@1", "eval/openai/gsm8k/len"} <= set(second)
 
 
 def test_gsm8k_starts_at_the_reference(gsm8k):

@@ -79,7 +79,7 @@ def trained(script, folder, data, *words, **environment):
 @pytest.mark.dist
 def test_geo3k_grpo_script(geo3k):
     row, options = trained(GEO3K / "run_grpo_geo3k_qwen2.5_vl_7b.sh", geo3k, "geo3k")
-    assert row["rollout/samples"] == 4 and "eval/hiyouga/geometry3k/avg@1" in row and "policy/kl_ref" in row
+    assert row["rollout/samples"] == 4 and "eval/hiyouga/geometry3k/reward@1" in row and "policy/kl_ref" in row
     assert options["limit_mm_image_per_prompt"] == 10 and options["advantage_estimator"] == "group_norm"
 
 

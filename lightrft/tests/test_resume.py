@@ -45,8 +45,10 @@ def straight_fixture(home: Path) -> dict[int, Path]:
 
 def options_of(home: Path, folder: Path, **more: Any) -> dict[str, Any]:
     rows = home / "train.jsonl"
-    return OPTIONS | STATEFUL | {"pretrain": home / "model", "prompt_data": rows, "pretrain_data": rows, "eval_data":
-                                 home / "test.jsonl", "reward": home / "reward.py", "save_path": folder / "run"} | more
+    return OPTIONS | STATEFUL | {
+        "pretrain": home / "model", "prompt_data": rows, "pretrain_data": rows, "eval_data": home / "test.jsonl",
+        "reward": home / "reward.py", "save_path": folder / "run"
+    } | more
 
 
 def metrics(folder: Path) -> list[str]:
@@ -119,7 +121,7 @@ def stop_at(home: Path, folder: Path, step: int, number: int, ranks: int = 1,
 def test_the_straight_run_is_a_test_of_something(straight: dict[int, Path]) -> None:
     rows = [json.loads(line) for line in metrics(straight[1])]
     assert [row["step"] for row in rows] == list(range(9)), "evaluation at the start, then every step"
-    assert "eval/all/avg@1" in rows[0] and "eval/all/avg@1" in rows[4] and "eval/all/avg@1" not in rows[3]
+    assert "eval/all/reward@1" in rows[0] and "eval/all/reward@1" in rows[4] and "eval/all/reward@1" not in rows[3]
     assert len({row["policy/kl_coef"] for row in rows[1:]}) > 4, "the KL coefficient does not adapt"
     assert all(row["policy/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows[1:])
     assert len({row["reward/mean"] for row in rows[1:]}) > 4

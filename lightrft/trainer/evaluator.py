@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@k and avg@k per data source, with intervals; it changes no training state."""
+"""Held-out evaluation: pass@k and reward@k per data source, with intervals; it changes no training state."""
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ class Evaluator:
         if undefined and not self.warned:
             warn_of_all(
                 f"held-out accuracy (pass@k) of {len(undefined)} of {len(scored)} responses is not defined, and "
-                f"eval/all/avg@{self.config.eval.eval_n_samples} is their mean reward: "
+                f"eval/all/reward@{self.config.eval.eval_n_samples} is their mean reward: "
                 f"{self.correctness.remedy(undefined)}")
             self.warned = True
 
@@ -117,7 +117,7 @@ class Evaluator:
         """Return the metrics of a source. Unscored responses enter no mean and are counted by cause."""
         cfg, samples = self.config.eval, [answer.scored for answer in answers]
         scored = [sample for sample in samples if sample.reward is not None]
-        values: dict[str, list[float]] = {f"avg@{cfg.eval_n_samples}": [sample.reward or 0.0 for sample in scored]}
+        values: dict[str, list[float]] = {f"reward@{cfg.eval_n_samples}": [sample.reward or 0.0 for sample in scored]}
         values["len"] = [answer.length for answer in answers]
         for part in sorted({part for sample in samples for part in sample.parts}):
             values[part] = [value for sample in samples if (value := sample.parts.get(part)) is not None]

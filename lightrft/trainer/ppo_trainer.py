@@ -145,7 +145,7 @@ class PPOTrainer(BaseTrainer):
         return self.proof.check(version) if self.proof else {}
 
     def evaluate(self) -> dict[str, float]:
-        """Return pass@k and avg@k of the engine's weights on the held-out prompts."""
+        """Return pass@k and mean reward of the engine's weights on the held-out prompts."""
         if self.evaluator is None:
             return {}
         self.prepared["actor"].model.eval()

@@ -11,7 +11,7 @@ from lightrft.utils.tables import mean_rewards, of_fixed_data, render, screen, u
 
 Row = dict[str, Any]
 
-_EVALUATION = re.compile(r"eval/(all/(pass@\d+|avg@(?!1$)\d+)|loss|accuracy)")  # avg@1 is pass@1
+_EVALUATION = re.compile(r"eval/(all/(pass@\d+|reward@(?!1$)\d+)|loss|accuracy)")  # reward@1 repeats pass@1
 _TOKENS = re.compile(r"\w+/tokens")  # of a step: generated, or read by a trainer on fixed data
 SMALL = 5  # percent of the time; shorter phases are summed up
 UNCUT = 1000  # width of the lines with paths where there is no terminal

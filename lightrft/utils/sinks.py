@@ -78,7 +78,7 @@ _PATTERNS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"rollout/response_len/(mean|max|min)", r"response_length/\1"),
         (r"eval/(.+)/pass@(\d+)", r"val-core/\1/acc/best@\2"),
         (r"eval/(.+)/pass@1", r"val-core/\1/acc/mean@1"),
-        (r"eval/(.+)/avg@(\d+)", r"val-core/\1/reward/mean@\2"),
+        (r"eval/(.+)/reward@(\d+)", r"val-core/\1/reward/mean@\2"),
     ),
     "trl": ((r"reward/(?!unscored/)(.+)/(mean|std)", r"rewards/\1/\2"), ),
 }

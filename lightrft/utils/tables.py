@@ -70,8 +70,8 @@ def accuracies(names: Iterable[str]) -> list[str]:
 
 def mean_rewards(names: Collection[str]) -> list[str]:
     """Return those of ``names`` that are the mean reward of held-out responses, where no accuracy is defined; a run
-    calls it avg@n, ``lightrft evaluate`` reward."""
-    return [] if accuracies(names) else [name for name in names if re.fullmatch(r"eval/all/(avg@\d+|reward)", name)]
+    calls it reward@n, ``lightrft evaluate`` reward."""
+    return [] if accuracies(names) else [name for name in names if re.fullmatch(r"eval/all/(reward@\d+|reward)", name)]
 
 
 def _held_out(metrics: Mapping[str, float]) -> float | None:
@@ -181,7 +181,7 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
     columns = {"held-out": sources, "prompts": [str(prompts[source]) for source in sources]}
     undefined = any(f"eval/{source}/{name}" not in metrics for name in passed for source in sources)
     if undefined or not passed:
-        passed += sorted(name.rpartition("/")[2] for name in metrics if re.fullmatch(r"eval/all/avg@\d+", name))
+        passed += sorted(name.rpartition("/")[2] for name in metrics if re.fullmatch(r"eval/all/reward@\d+", name))
     columns |= {name: [_with_interval(metrics, f"eval/{source}/{name}") for source in sources] for name in passed}
     columns |= {title: [f"{metrics[f'eval/{source}/{name}']:.0f}" for source in sources]
                 for title, name in (("length", "len"), ("unscored", "unscored"))}  # yapf: disable

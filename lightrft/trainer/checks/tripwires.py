@@ -163,7 +163,7 @@ class Tripwires:
 
     def evaluation(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Return ``tripwire/held_out`` of an evaluation, and its new warnings."""
-        names = [name for name in metrics if name.startswith("eval/all/avg@")]
+        names = [name for name in metrics if name.startswith("eval/all/reward@")]
         if not names:
             return {}, []
         reward = sum(self.rewards) / len(self.rewards) if self.rewards else -inf

@@ -107,9 +107,9 @@ def test_evaluation_plays_the_environment(home, tmp_path):
     made = trainer(home, tmp_path, lambda item: Outcome(float(item.response.count(ANSWER))),
                    eval_data=[str(home / "test.jsonl")], eval_temperature=1.0)  # yapf: disable
     made.sync_weights(0)
-    assert made.evaluate()["eval/all/avg@1"] == 0, "without an environment"
+    assert made.evaluate()["eval/all/reward@1"] == 0, "without an environment"
     made.evaluator.environment = Twice()
-    assert made.evaluate()["eval/all/avg@1"] > 0
+    assert made.evaluate()["eval/all/reward@1"] > 0
 
 
 def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path):

@@ -1,4 +1,4 @@
-"""pass@k and avg@k, and that an evaluation leaves no trace in the training."""
+"""pass@k and reward@k, and that an evaluation leaves no trace in the training."""
 import json
 import random
 import re
@@ -56,7 +56,7 @@ def test_accuracy_is_the_share_of_right_answers_whatever_the_weights(home, tmp_p
     """With the weights 0.9 and 0.09 no total is 1. A reward that grades has no accuracy, until the option names one."""
     (tmp_path / "graded.py").write_text("def compute_score(data_source, solution_str, ground_truth):\n"
                                         "    return {'score': 0.5, 'boxed': 1.0}\n")
-    names = ("pass@1", "avg@1")
+    names = ("pass@1", "reward@1")
 
     def held_out(reward, **options):
         run = runs.run(home, tmp_path / f"{reward[0].rpartition('/')[2]}{len(options)}", reward=reward, eval_steps=-1,
@@ -70,9 +70,9 @@ def test_accuracy_is_the_share_of_right_answers_whatever_the_weights(home, tmp_p
     assert said.count("no part of the reward says which answers are right") == 1 and "--accuracy_part" in said
     assert "held-out reward" in said and not re.search("reward +held-out +length", said), "the table"
     card = (run.folder / "hf" / "README.md").read_text()
-    assert "pass@" not in card and "| eval/all/avg@1 |" in card
+    assert "pass@" not in card and "| eval/all/reward@1 |" in card
     assert [title for title, _ in panels(run.lines) if "held-out" in title] == ["held-out reward"]
-    assert [change.name for change in RunSummary.of(run.lines).changes][0] == "eval/all/avg@1"
+    assert [change.name for change in RunSummary.of(run.lines).changes][0] == "eval/all/reward@1"
     named, said, _ = held_out([f"{tmp_path}/graded.py=0.9", "format=0.09"], accuracy_part="compute_score/boxed")
     assert named == [1.0, pytest.approx(0.45)] and "Remedy" not in said
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_knows_that_a_part_has_graded(home, tmp_path):
     runs.run(home, tmp_path / "run", graded, **options)
     for name, resumed in (("run", True), ("new", False)):
         later = runs.run(home, tmp_path / name, binary, **options, max_steps=2, load_checkpoint=resumed).metrics
-        assert later["eval/all/avg@1"] == 0.5 and ("eval/all/pass@1" in later) is not resumed
+        assert later["eval/all/reward@1"] == 0.5 and ("eval/all/pass@1" in later) is not resumed
 
 
 GRADED = "def compute_score(data_source, solution_str, ground_truth):\n    return {'score': 0.5, 'boxed': 1.0}\n"
@@ -122,7 +122,7 @@ def test_metrics_per_source(home, tmp_path):
     made = trainer(home, tmp_path, score, eval_n_samples=4, eval_temperature=1.0, eval_pass_k=[1, 2])
     metrics, _ = made.evaluator.run()
     expected = {"all/pass@1": 6 / 16, "even/pass@1": 2 / 8, "odd/pass@1": 4 / 8, "odd/pass@2": (1 / 2 + 1) / 2,
-                "even/pass@2": (0 + 5 / 6) / 2, "all/avg@4": 6 / 16, "odd/avg@4": 4 / 8, "odd/unscored": 0,
+                "even/pass@2": (0 + 5 / 6) / 2, "all/reward@4": 6 / 16, "odd/reward@4": 4 / 8, "odd/unscored": 0,
                 "odd/judge": 4 / 8}  # yapf: disable
     assert {key: metrics[f"eval/{key}"] for key in expected} == pytest.approx(expected)
     assert 1 <= metrics["eval/all/len"] <= 12
@@ -148,7 +148,7 @@ def test_suites_are_judged_by_their_own_rule_whatever_the_reward_is(home, tmp_pa
 def test_unscored_responses_are_left_out_and_told(home, tmp_path):
     made = trainer(home, tmp_path, lambda item: Outcome(None, "down") if item.reference == "1" else Outcome(1.0))
     metrics, _ = made.evaluator.run()
-    assert metrics["eval/odd/pass@1"] == 1 == metrics["eval/odd/avg@1"] == metrics["eval/all/pass@1"]
+    assert metrics["eval/odd/pass@1"] == 1 == metrics["eval/odd/reward@1"] == metrics["eval/all/pass@1"]
     assert metrics["eval/odd/unscored"] == 1 == metrics["eval/all/unscored"] == metrics["eval/odd/unscored/down"]
     assert metrics["eval/even/unscored"] == 0 and "eval/even/unscored/down" not in metrics
 
@@ -164,7 +164,7 @@ def test_pass_at_k_skips_groups_with_fewer_than_k_scored(home, tmp_path):
 
     made = trainer(home, tmp_path, score, eval_n_samples=4, eval_temperature=1.0, eval_pass_k=[1, 2, 4])
     metrics, _ = made.evaluator.run()
-    assert metrics["eval/even/pass@1"] == pytest.approx((1 + 1 / 3) / 2) and metrics["eval/even/avg@4"] == 2 / 4
+    assert metrics["eval/even/pass@1"] == pytest.approx((1 + 1 / 3) / 2) and metrics["eval/even/reward@4"] == 2 / 4
     assert metrics["eval/even/pass@2"] == pytest.approx(2 / 3) and "eval/even/pass@4" not in metrics
     told = {"eval/odd/len", "eval/odd/prompts", "eval/odd/unscored", "eval/odd/unscored/down"}
     assert {name for name in metrics if name.startswith("eval/odd")} == told, "nothing was scored"
@@ -216,4 +216,4 @@ def test_training_is_the_same_with_and_without_evaluations(home, tmp_path):
     assert all(torch.equal(value, often.weights[name]) for name, value in plain.weights.items())
     assert [line["step"] for line in often.lines] == [0, 1, 2, 3] and len(plain.lines) == 3
     assert [line["reward/mean"] for line in often.lines[1:]] == [line["reward/mean"] for line in plain.lines]
-    assert all("eval/all/avg@2" in line for line in often.lines)
+    assert all("eval/all/reward@2" in line for line in often.lines)

@@ -28,7 +28,7 @@ def test_evaluation_and_greedy_baselines_never_use_it(home, tmp_path):
     options = {"eval_data": [str(home / "test.jsonl")], "eval_at_start": True, "eval_steps": 1, "eval_n_samples": 2,
                "eval_temperature": 1.0, "advantage_estimator": "remax"}  # yapf: disable
     usual, fire = (runs.run(home, tmp_path / name, **options, **more) for name, more in (("a", {}), ("b", FIRE)))
-    for key in ("eval/all/len", "eval/all/avg@2"):
+    for key in ("eval/all/len", "eval/all/reward@2"):
         assert usual.lines[0][key] == fire.lines[0][key]
     assert usual.lines[1]["reward/greedy_mean"] == fire.lines[1]["reward/greedy_mean"]
     assert usual.lines[1]["reward/mean"] != fire.lines[1]["reward/mean"]

@@ -159,7 +159,7 @@ def test_a_run_on_videos_and_pictures_is_evaluated_and_resumes(home, options, tm
                     tmp_path / "resumed" / "checkpoints" / "step_000001")
     resumed = run(home, tmp_path / "resumed", **given, load_checkpoint=True)
     (again, ) = (line for line in resumed.lines if line["step"] == 2)
-    assert again["eval/all/avg@1"] == straight.metrics["eval/all/avg@1"] >= 0
+    assert again["eval/all/reward@1"] == straight.metrics["eval/all/reward@1"] >= 0
     for model in ("actor", "critic"):
         again = weights(resumed.trainer, model)
         for name, weight in weights(straight.trainer, model).items():

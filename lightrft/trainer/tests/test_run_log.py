@@ -89,7 +89,7 @@ def test_every_canonical_metric_is_there(done):
         rollout/mismatch/kl_k3 rollout/mismatch/pearson rollout/mismatch/ess time/rollout_s time/reward_s
         time/old_logprobs_s time/ref_s time/weight_sync_s time/step_s perf/tokens_per_s perf/peak_mem_gib""".split()
     assert [name for name in wanted if name not in done.lines[0]] == []
-    assert {"eval/all/avg@1", "eval/odd/len"} <= done.lines[1].keys()
+    assert {"eval/all/reward@1", "eval/odd/len"} <= done.lines[1].keys()
 
 
 def test_rollouts_hold_what_was_said_and_what_it_was_worth(done):
@@ -116,7 +116,7 @@ def test_the_model_card_names_base_steps_numbers_and_options(done):
     card = (done.folder / "hf" / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: ") and "# mine\n" in card
     assert "after 2 steps of reinforcement fine-tuning with lightrft" in card
-    assert f"| reward/mean | {done.metrics['reward/mean']:.4g} |" in card and "| eval/all/avg@1 |" in card
+    assert f"| reward/mean | {done.metrics['reward/mean']:.4g} |" in card and "| eval/all/reward@1 |" in card
     assert "init_kl_coef: 0.1" in card and "| rewards |" not in card, "those of this test have no name"
     first, last = (line["reward/mean"] for line in done.lines)
     best = max((first, 1), (last, 2), key=lambda each: each[0])

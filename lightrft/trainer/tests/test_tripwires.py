@@ -174,7 +174,7 @@ def evaluated(pairs, wires=None):
     wires, on, told = wires or Tripwires(True, 0), [], []
     for reward, score in pairs:
         wires.step(GOOD | {"reward/mean": reward})
-        values, news = wires.evaluation({"eval/all/avg@1": score, "eval/all/len": 5.0})
+        values, news = wires.evaluation({"eval/all/reward@1": score, "eval/all/len": 5.0})
         on.append(values["tripwire/held_out"])
         told += news
     return on, told
@@ -195,7 +195,7 @@ def test_reward_up_and_held_out_down(pairs, on):
 
 def test_an_evaluation_before_the_first_step_and_one_without_scores():
     wires = Tripwires(True, 0)
-    assert wires.evaluation({"eval/all/avg@4": 0.5}) == ({"tripwire/held_out": 0.0}, [])
+    assert wires.evaluation({"eval/all/reward@4": 0.5}) == ({"tripwire/held_out": 0.0}, [])
     assert evaluated([(.1, .4), (.2, .3)], wires)[0] == [0, 1], "the untrained policy is the first of three"
     assert wires.evaluation({}) == ({}, [])
 

@@ -211,7 +211,7 @@ def test_aliases_are_written_too(tmp_path):
 def test_verl_and_trl_names():
     ours = {
         "reward/mean": 1.0, "reward/math/std": 2.0, "policy/clip_frac_low": 0.25, "policy/clip_frac_high": 0.5,
-        "eval/gsm8k/pass@4": 0.75, "eval/gsm8k/avg@4": 0.5, "rollout/response_len/max": 9.0
+        "eval/gsm8k/pass@4": 0.75, "eval/gsm8k/reward@4": 0.5, "rollout/response_len/max": 9.0
     }
     verl, trl = alias_metrics(ours, "verl"), alias_metrics(ours, "trl")
     assert alias_metrics(ours, "none") == ours and ours.items() <= verl.items() and ours.items() <= trl.items()
@@ -223,7 +223,7 @@ def test_verl_and_trl_names():
 
 
 def test_aliases_of_names_with_a_slash():
-    ours = {"eval/openai/gsm8k/pass@1": 0.5, "eval/openai/gsm8k/avg@2": 0.25, "reward/geo/format/mean": 2.0,
+    ours = {"eval/openai/gsm8k/pass@1": 0.5, "eval/openai/gsm8k/reward@2": 0.25, "reward/geo/format/mean": 2.0,
             "reward/unscored/mean": 3.0}  # yapf: disable
     verl, trl = alias_metrics(ours, "verl"), alias_metrics(ours, "trl")
     assert verl["val-core/openai/gsm8k/acc/best@1"] == 0.5 and verl["val-core/openai/gsm8k/reward/mean@2"] == 0.25

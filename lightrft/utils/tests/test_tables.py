@@ -62,7 +62,7 @@ def test_the_header_comes_again_every_so_often_and_with_a_new_column():
 
 
 def test_the_accuracy_of_the_least_k_is_shown():
-    header, row = StepTable(120).lines(1, {"eval/all/pass@16": 0.9, "eval/all/pass@4": 0.7, "eval/all/avg@16": 0.3})
+    header, row = StepTable(120).lines(1, {"eval/all/pass@16": 0.9, "eval/all/pass@4": 0.7, "eval/all/reward@16": 0.3})
     assert header.split()[1:2] == ["held-out"] and row.split()[1] == "0.700" and "reward" not in header
 
 
