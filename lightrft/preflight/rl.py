@@ -221,9 +221,8 @@ def _eval(c: Config) -> Iterator[str]:
 def _measured(name: str, e: EvalConfig) -> Iterator[str]:
     """Yield the problem of a ``--best_metric`` with a number of samples that the evaluation does not report."""
     if found := re.fullmatch(r"(eval/.+)/avg@.*", name):
-        yield (
-            f"--best_metric {name}: is no metric of a run; the share of right answers is {found[1]}/pass@1, the mean "
-            f"reward is {found[1]}/reward@{e.eval_n_samples}")
+        yield (f"--best_metric {name}: is no metric of a run; the share of right answers is {found[1]}/pass@1, and the "
+               f"mean reward is {found[1]}/reward@{e.eval_n_samples}")
     elif found := re.fullmatch(r"eval/.+/(pass|reward)@(.*)", name):
         option, measured = {"pass": ("eval_pass_k", e.eval_pass_k), "reward":
                             ("eval_n_samples", [e.eval_n_samples])}[found[1]]

@@ -26,6 +26,9 @@ from lightrft.utils.gpu import rank_device
 DRAIN_S = 0.2
 START_S = 600  # ranks of several machines start within it
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+NETWORK = (f"Every machine must reach MASTER_ADDR, and {' and '.join(INTERFACES)} must name the network interface that "
+           "the machines share (ip addr lists them)")
+PORT = "Another program has this port: give another one, as --master_port of torchrun or deepspeed"
 USES = Counter[str]()  # of torchrun's store, in this process
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -126,10 +129,8 @@ def network_hint() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         names = ", ".join(f"{name}={os.environ.get(name, 'not set')}"
                           for name in ("MASTER_ADDR", "MASTER_PORT", *INTERFACES))
-        raise UserError(
-            f"the ranks cannot connect: {first_line(error)} ({names}). Every machine must reach MASTER_ADDR, "
-            f"and {' and '.join(INTERFACES)} must name the network interface that the machines share "
-            "(ip addr lists them)") from error
+        raise UserError(f"the ranks cannot connect: {first_line(error)} ({names}). "
+                        f"{PORT if 'EADDRINUSE' in str(error) else NETWORK}") from error
 
 
 def leave(destroy: Callable[[], None] = dist.destroy_process_group) -> None:

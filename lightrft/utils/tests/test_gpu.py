@@ -1,4 +1,5 @@
 """A GPU that torch cannot use stops a run, with the remedy; so do more ranks than GPUs, and ranks that cannot meet."""
+import socket
 from contextlib import nullcontext
 
 import pytest
@@ -142,18 +143,38 @@ def test_a_gpu_that_torch_was_not_built_for_stops_the_run(capability, built, run
     assert verdict.verdict == "fail" and "has no kernels for Tesla V100" in verdict.text
 
 
-def test_ranks_that_cannot_meet_are_told_of_the_interface(monkeypatch):
-    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+@pytest.fixture(name="meeting")
+def meeting_fixture(monkeypatch):
+    """The world of a rank of two, of which the other does not come."""
     monkeypatch.setattr(distributed_c10d, "_group_count", 0)  # the failed group takes a number
     monkeypatch.setattr(distributed, "START_S", 1)
     distributed._rendezvous.cache_clear()  # an earlier test of this process may have met another rank
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def meet(rank, port):
+        world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in world.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(UserError) as error:
+            distributed.join(1)
+        return str(error.value)
+
+    return meet
+
+
+def test_ranks_that_cannot_meet_are_told_of_the_interface(meeting, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    with pytest.raises(UserError) as error:
-        distributed.join(1)
+    error = meeting(1, 9)
     for words in ("the ranks cannot connect: ", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=9", "GLOO_SOCKET_IFNAME=not set",
                   "NCCL_SOCKET_IFNAME=eth7", "ip addr"):
-        assert words in str(error.value), error.value
+        assert words in error, error
+
+
+def test_a_port_that_another_program_has_is_named(meeting):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        error = meeting(0, port)
+    assert f"MASTER_PORT={port}" in error and "--master_port" in error and "ip addr" not in error
