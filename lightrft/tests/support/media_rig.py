@@ -60,6 +60,8 @@ class ProcessedMedia:
         tensors = {name: value for name, value in found.items() if name not in _NOT_MEDIA}
         if kind == "video" and self.family is not None:
             tensors = self.family.named(tensors)
+        if "video_position_ids" in tensors:  # Gemma-4: before transformers 5.19 videos are stacked
+            tensors |= {name: value.flatten(0, -3) for name, value in tensors.items() if value.dim() > 2}
         text = self.processor.tokenizer.decode(found["input_ids"][0])
         return MediaTensors(kind, {name: value[:1] for name, value in tensors.items()} if times > 1 else tensors, text)
 
