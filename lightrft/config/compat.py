@@ -204,7 +204,8 @@ _granted: ContextVar[dict[str, list[str]] | None] = ContextVar("granted", defaul
 @contextmanager
 def one_line_per_fact() -> Iterator[None]:
     """Log what is granted in the block at its end: a line for each fact, with all flags that ask for it, each once."""
-    token = _granted.set(granted := {})
+    granted: dict[str, list[str]] = {}
+    token = _granted.set(granted)
     try:
         yield
     finally:

@@ -167,6 +167,7 @@ class ChatConfig(InferenceTree):
 
     PREFLIGHT = "lightrft.preflight.inference.ChatPreflight"
     SYNONYMS = {"max_new_tokens": "generate_max_len", "greedy_sampling": "temperature=0"}
+    GRANTS = {"apply_chat_template": ("(?i)true", "a chat always uses the chat template of the model")}
 
     @property
     def folder(self) -> None:

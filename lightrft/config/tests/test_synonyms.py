@@ -6,6 +6,7 @@ import pytest
 
 from lightrft.config.cli import parse_config, parse_keywords
 from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
@@ -83,6 +84,12 @@ def test_the_words_that_follow_are_named_in_the_notice(capsys: pytest.CaptureFix
 def test_a_switch_that_is_turned_off_sets_nothing(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not changed(words, GenerateConfig)
     assert "false has no effect: it asks for the default\n" in capsys.readouterr().err.lower()
+
+
+def test_a_chat_takes_the_words_of_interactive_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    assert changed("--pretrain m/n --apply_chat_template --greedy_sampling", ChatConfig)["temperature"] == 0.0
+    assert "--apply_chat_template has no effect: a chat always uses" in capsys.readouterr().err
+    assert "it always uses the chat template" in fails(capsys, ["--apply_chat_template", "false"], tree=ChatConfig)
 
 
 def test_probabilities_of_a_newer_version_are_those_of_the_training_data() -> None:
