@@ -158,7 +158,8 @@ def parted(command, flags):
     tree = TREES[command]
     known = {*options(tree), *(alias for alias, (name, _) in ALIASES.items() if name in options(tree)),
              *synonyms(tree), *tree.GRANTS, *GRANTED}  # yapf: disable
-    known |= {flag for flag in map(name_of, flags) if flag.replace(".", "_") in synonyms(tree)}
+    spelt = {flag: flag.removeprefix("data.").replace(".", "_") for flag in map(name_of, flags)}
+    known |= {flag for flag, name in spelt.items() if name in synonyms(tree)}
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
 
