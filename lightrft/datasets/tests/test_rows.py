@@ -10,6 +10,7 @@ import pytest
 
 from lightrft.datasets.records import to_message
 from lightrft.datasets.rows import DataError, hold_rows, load_rows
+from lightrft.tests.support.warm import warm_python
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
 
@@ -85,10 +86,11 @@ def test_saved_to_disk(tmp_path):
         load_rows(str(tmp_path / "both"), "dev")
 
 
-def test_hub_id_without_a_network_is_a_clear_error():
-    code = "from lightrft.datasets.rows import load_rows; load_rows('nobody/no-such-data')"
+def test_hub_id_without_a_network_is_a_clear_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("from lightrft.datasets.rows import load_rows; load_rows('nobody/no-such-data')")
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    out = subprocess.run([warm_python(), program], env=env, capture_output=True, text=True, timeout=60)
     assert out.returncode != 0
     assert "nobody/no-such-data: no such file or folder, and it cannot be downloaded from the hub" in out.stderr
 
