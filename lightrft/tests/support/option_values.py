@@ -20,7 +20,7 @@ def other_value(option: Option) -> Any:
 
 def words(option: Option, value: Any) -> list[str]:
     """The command line that sets ``value``."""
-    if option.kind is bool:
+    if isinstance(value, bool):
         return [option.flag if value else f"--no_{option.name}"]
     return [option.flag, *(map(str, value) if option.many else [show(value) if option.kind is dict else str(value)])]
 
