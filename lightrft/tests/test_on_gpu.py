@@ -57,7 +57,10 @@ def test_varlen_attention_is_as_exact_as_rows(size, window):
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
-def test_fused_logprobs_are_the_naive_ones(dtype, limit):
+@pytest.mark.parametrize("fused", [False, True], ids=["elementwise", "one pass"])
+def test_fused_logprobs_are_the_naive_ones(dtype, limit, fused):
+    if fused:
+        pytest.importorskip("triton")
     torch.manual_seed(0)
     tokens, hidden, vocab = 300, 256, 5000
     x = torch.randn(tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
@@ -72,15 +75,16 @@ def test_fused_logprobs_are_the_naive_ones(dtype, limit):
     doubles = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     logp = (doubles[0] @ doubles[1].t()).log_softmax(-1)
     exact = gradients(logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), doubles)
-    found = gradients(*chunked_logprobs(x, weight, targets, chunk_mib=1), [x, weight])
+    found = gradients(*chunked_logprobs(x, weight, targets, chunk_mib=1, fused=fused), [x, weight])
     for name, one, other in zip(("logprobs", "entropy", "hidden", "weight"), found, exact):
         assert error(one, other) <= limit, name
-    without = chunked_logprobs(x, weight, targets, chunk_mib=1, entropy=False)[0]
+    without = chunked_logprobs(x, weight, targets, chunk_mib=1, entropy=False, fused=fused)[0]
     assert torch.equal(without, found[0]), "the chunks depend on what is computed"
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora_rank", "8"], ["--init_kl_coef", "0.01"], ["--gradient_checkpointing"]],
-                         ids=["plain", "lora", "reference", "checkpointing"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--lora_rank", "8"], ["--init_kl_coef", "0.01"], ["--gradient_checkpointing", "selective"]],
+    ids=["plain", "lora", "reference", "checkpointing"])
 def test_step_1_facts_hold_in_bfloat16(tmp_path, flags):
     home = tiny_task.write_home(tmp_path)
     command = [sys.executable, "-m", "lightrft.cli.train", "--pretrain", str(home / "model"), "--prompt_data",
