@@ -21,6 +21,13 @@ from lightrft.trainer.samples import sampling_params
 from lightrft.utils.timer import Timer
 
 
+def check_positions(config: Config) -> None:
+    """Raise if the model has not enough positions for a prompt and its response."""
+    lengths = config.rollout
+    check_context(str(config.model.pretrain), prompt_max_len=lengths.prompt_max_len,
+                  generate_max_len=lengths.generate_max_len)
+
+
 @dataclass
 class LoadedModel:
     """A model that is ready to be loaded into an engine: its tokenizer, and the source of its media."""
@@ -39,21 +46,11 @@ class LoadedModel:
                 ``--chat_template_kwargs``.
         """
         path = str(config.model.pretrain)
+        check_positions(config)
         tokenizer = load_tokenizer(path, config.data.chat_template)
+        check_read(config.data.chat_template_kwargs, [tokenizer])  # a chat has no rows yet
         media = open_media(path, tokenizer, config.data, strategy)
-        return cls(config, strategy, tokenizer, media, repetition_penalty).checked()
-
-    def checked(self) -> "LoadedModel":
-        """Return this model, if it has enough positions and its template reads what rows and options set.
-
-        Raises:
-            UserError: see :meth:`open`.
-        """
-        lengths = self.config.rollout
-        check_context(str(self.config.model.pretrain), prompt_max_len=lengths.prompt_max_len,
-                      generate_max_len=lengths.generate_max_len)
-        check_read(self.config.data.chat_template_kwargs, [self.tokenizer])  # a chat has no rows yet
-        return self
+        return cls(config, strategy, tokenizer, media, repetition_penalty)
 
     @property
     def sampling(self) -> SamplingParams:

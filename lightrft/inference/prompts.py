@@ -12,8 +12,9 @@ from zlib import crc32
 from lightrft.config.inference_schema import ScoreConfig
 from lightrft.config.schema import Config
 from lightrft.config.tree import flatten, options
+from lightrft.datasets.template_variables import check_read
 from lightrft.inference.generation import BatchGenerator, score_again
-from lightrft.inference.loading import LoadedModel
+from lightrft.inference.loading import check_positions, LoadedModel
 from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import refuse_other_run, Row, RowFiles
 from lightrft.rewards.correctness import check_accuracy_part
@@ -72,7 +73,9 @@ def rehearse(model: LoadedModel, prompts: Sequence[Prompt], scorers: AbstractCon
     Raises:
         UserError: as the run does.
     """
-    model.checked().prepare()
+    check_positions(model.config)
+    check_read(model.config.data.chat_template_kwargs, [model.tokenizer])
+    model.prepare()
     with model.strategy.init_model_context(), scorers as rewards:
         if rewards is not None:
             check_rewards(rewards, prompts, accuracy_part)

@@ -176,11 +176,12 @@ def settled(parsed: ParsedConfig) -> Machine:
     elsewhere = parsed.plan_gpus
     machine = _other_machine(elsewhere) if elsewhere else _this_machine()
     settle(parsed.config, parsed.provenance, machine)
-    check_lengths(parsed.config, parsed.provenance, not elsewhere)
+    check_lengths(parsed.config, parsed.provenance, refuses=False)
     try:
         validate(parsed.config, machine.ranks, machine.device.cuda, bool(elsewhere), machine.local_ranks)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
+    check_lengths(parsed.config, parsed.provenance, not elsewhere)  # problems of options come first
     settle_recomputation(parsed.config, parsed.provenance, machine)
     return machine
 
