@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -80,18 +80,13 @@ class Counted(StepGraphs):
 
 def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths: Lengths) -> None:
     """Generate the responses of ``requests`` once."""
-    params, graphs_of = space.sizes.params, graphs
+    params, stub = space.sizes.params, cast(Any, lengths)
     collector = CompletionCollector(requests, params, 2, None, None, None, None)
-    model: Any = None
-    generation = Generation(
-        model,
-        lengths,
-        lambda tokens, positions, view: torch.zeros(positions.shape[0], 2),  # type: ignore[arg-type]
-        space,
-        collector,
-        params,
-        torch.tensor([False, True]),
-        graphs_of)
+
+    def decode_pass(tokens: Tensor, positions: Tensor, view: Any) -> Tensor:
+        return torch.zeros(positions.shape[0], 2)
+
+    generation = Generation(stub, stub, decode_pass, space, collector, params, torch.tensor([False, True]), graphs)
     compute = generation._compute
 
     def counted(rows: int, width: int) -> Tensor:

@@ -58,6 +58,7 @@ ENGINES: dict[str, EngineFacts] = {
 }  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 HF_KEPT_PART = 32  # on a GPU the cache stays while the engine sleeps if it takes at most this part of the memory
+HF_FUSED_PART, HF_MERGED_PART = 16, 5  # copies of joined weights take at most this part; with LoRA, merged, that one
 HF_GRAPHS = 48  # at once: each takes memory for its kernels; of more shapes, those used last
 MOST_HOST_CACHE = 4 * 2**30  # bytes of another engine's cache in host memory
 SEQUENCES, MOST_SEQUENCES = 256, 1024  # that another engine runs at once: at least, and at most on a large device

@@ -147,6 +147,15 @@ def merged_params(stream: Iterator[tuple[str, Tensor]], model: nn.Module) -> Ite
             f"LoRA cannot be merged: the stream holds only {sorted(next(iter(parts.values())))} of {next(iter(parts))}")
 
 
+def merged_weight(layer: Any) -> Tensor:
+    """Return the weight of a linear layer, and with an adapter a new one to which that is added, of the same dtype."""
+    if "peft" not in sys.modules or not isinstance(layer, sys.modules["peft"].tuners.lora.LoraLayer):
+        return layer.weight  # type: ignore[no-any-return]
+    base = layer.get_base_layer()
+    a, b = (matrices[ADAPTER].weight for matrices in (layer.lora_A, layer.lora_B))
+    return _merge(layer, base.weight, a, b).to(base.weight.dtype)
+
+
 def trained_names(model: nn.Module, merge: bool) -> set[str]:
     """Return the names of the parameters of ``model`` from which the weights that training changes are made: those that
     are trained; with ``merge`` also the weights that a trained adapter is added to, without their biases."""

@@ -5,7 +5,7 @@ can warn of a run, and refuse none.
 """
 from math import ceil
 
-from lightrft.config.engines import HF_GRAPHS, HF_KEPT_PART, native_arguments
+from lightrft.config.engines import HF_FUSED_PART, HF_GRAPHS, HF_KEPT_PART, HF_MERGED_PART, native_arguments
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.models.activations import Activations, ModelShape
@@ -48,6 +48,7 @@ def engine_rows(config: Config, world_size: int, device: Device, shape: ModelSha
         rows = hf_rows(config, world_size, device, shape)
         graphs, kept = hf_graph_bytes(config, rows, shape, device)
         return {"engine graphs, estimated": (graphs, *(graphs * (kept > 0) + kept, ) * 4),
+                "joined weights of the engine, estimated": (joined_bytes(config, shape, device), 0, 0, 0, 0),
                 "engine passes, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}  # yapf: disable
     sequences = sequences_at_once(r, world_size, device.total)
     graphs = graph_bytes(r, sequences, shape.layers if shape else USUAL_LAYERS)
@@ -78,6 +79,16 @@ def hf_graph_bytes(config: Config, rows: int, shape: ModelShape | None, device: 
     longest = shape.kv_bytes(config.model.itemsize) * config.rollout.longest if shape else 0
     kept = rows * (longest + LOGIT * (shape.vocabulary if shape else 0))
     return graphs, kept * (kept * HF_KEPT_PART <= device.total)
+
+
+def joined_bytes(config: Config, shape: ModelShape | None, device: Device) -> float:
+    """Return the bytes of the copies of weights for the fused layers of the hf engine, as if its layers could be."""
+    if shape is None:
+        return 0.0
+    merged = config.model.lora_rank > 0
+    sizes = shape.queries + 2 * shape.keys + 2 * shape.mlp + (shape.queries + shape.mlp) * merged
+    joined = shape.layers * shape.hidden * sizes * config.model.itemsize
+    return joined * (joined * (HF_MERGED_PART if merged else HF_FUSED_PART) <= device.total)
 
 
 def pass_bytes(config: Config, sequences: int, shape: ModelShape | None) -> float:

@@ -77,3 +77,11 @@ def test_graphs_of_the_hf_engine_stay_with_a_small_cache(total):
     device, stays = Device("cuda:0", total * GIB, total * GIB), total == 24
     rows = found(device=device, engine_max_seqs=9, rollout_batch_size=128)
     assert rows["engine graphs"] == (graphs, *((graphs + cache) * stays, ) * 4)
+
+
+def test_joined_weights_of_the_hf_engine_have_a_share_of_the_memory():
+    plain, merged = (10 * 64 * (64 + 2 * 32 + 2 * 256 + extra) * 4 for extra in (0, 64 + 256))
+    row = "joined weights of the engine"
+    assert found()[row] == (plain, 0, 0, 0, 0) and found(lora_rank=8)[row] == (merged, 0, 0, 0, 0)
+    assert row not in found(device=Device("cuda:0", 8 * plain, 8 * plain))
+    assert found(lora_rank=8, device=Device("cuda:0", 8 * merged, 8 * merged))[row][0] == merged

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.config.engines import HF_CACHE_PART, HF_KEPT_PART
+from lightrft.config.engines import HF_CACHE_PART, HF_FUSED_PART, HF_KEPT_PART, HF_MERGED_PART
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
@@ -24,6 +24,7 @@ from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
                                      stop_ids)
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
+from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
 from lightrft.rollout.hf.workspace import Sizes, Workspace
@@ -97,6 +98,7 @@ class HFEngine:
         self._probed: tuple[KVSpec, Forward] | None = None
         self._space: Workspace | None = None
         self._graphs = StepGraphs(self._device)
+        self.fuses = self._device.type == "cuda"  # decode steps take fused layers; on CPUs launches cost little
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
@@ -113,11 +115,12 @@ class HFEngine:
         longest = max(len(request.token_ids) for request in requests) + params.max_new_tokens
         with _inference(self.model), fixed_length(self.model, self.longest or longest):
             spec, decode_pass = self._probe()
-            space = self._space_for(self._plan(spec, requests, params), spec, collector, params)
+            joined = decode_pass.refresh() if isinstance(decode_pass, FusedCalls) else ()
+            space = self._space_for(self._plan(spec, requests, params), spec, collector, params, joined)
             generation = Generation(self.model, self.modality, decode_pass, space, collector, params,
                                     self._stop_mask(params), self._graphs)
             with packed_weights(self.modality.body(self.model)), contextlib.ExitStack() as after_an_error:
-                after_an_error.callback(self._forget)  # its memory is for what follows
+                after_an_error.callback(self._release)  # its memory is for what follows
                 responses = generation.run()
                 after_an_error.pop_all()
         return responses
@@ -141,8 +144,16 @@ class HFEngine:
     def _probe(self) -> tuple[KVSpec, Forward]:
         """The size of the cache and the pass of a decode step, which are those of the architecture."""
         if self._probed is None:
-            self._probed = probe_spec(self.model, self.modality), find_decode_pass(self.model, self.modality)
+            calls = find_decode_pass(self.model, self.modality)
+            fused = find_fused(calls, self._device, self._most_joined) if self.fuses else None
+            self._probed = probe_spec(self.model, self.modality), fused or calls
         return self._probed
+
+    @property
+    def _most_joined(self) -> int:
+        """Bytes that copies of weights may take, of fused layers."""
+        adapted = any(".lora_" in name for name, _ in self.model.named_parameters())
+        return total_memory(self._device) // (HF_MERGED_PART if adapted else HF_FUSED_PART)
 
     def _plan(self, spec: KVSpec, requests: list[Request], params: SamplingParams) -> KVPlan:
         """Plan a cache of as many slots as are needed and affordable; on a GPU for prompts that are somewhat longer, if
@@ -161,11 +172,12 @@ class HFEngine:
         padded = fit(padded_width(prompt, _ANY)) if self._device.type == "cuda" else plan
         return padded if padded.slots == plan.slots else plan
 
-    def _space_for(self, plan: KVPlan, spec: KVSpec, collector: CompletionCollector,
-                   params: SamplingParams) -> Workspace:
-        """The tensors of the last call when they fit, with the graphs that use them, else new ones."""
+    def _space_for(self, plan: KVPlan, spec: KVSpec, collector: CompletionCollector, params: SamplingParams,
+                   joined: tuple[int, ...]) -> Workspace:
+        """The tensors of the last call when they fit, with the graphs that use them, else new ones; ``joined``: the
+        addresses of joined weights."""
         held = [*self.model.parameters(), *self.model.buffers()]
-        model = *(tensor.data_ptr() for tensor in held), *map(attrgetter("fixed"), ropes(self.model))
+        model = *joined, *(tensor.data_ptr() for tensor in held), *map(attrgetter("fixed"), ropes(self.model))
         sizes = Sizes.of(replace(params, stop_token_ids=()), int(collector.left.sum()), len(self._stop_mask(params)),
                          model, self._device.type == "cuda")
         if self._space is None or not self._space.fits(plan, sizes):
@@ -177,6 +189,17 @@ class HFEngine:
     @property
     def _cache(self) -> KVCache | None:
         return self._space.cache if self._space else None
+
+    @property
+    def _fused(self) -> FusedCalls | None:
+        calls = self._probed[1] if self._probed else None
+        return calls if isinstance(calls, FusedCalls) else None
+
+    def _release(self) -> None:
+        """Free all that a generation holds."""
+        self._forget()
+        if self._fused:
+            self._fused.release()
 
     def _forget(self) -> None:
         """Free the cache, and the graphs that use it."""
@@ -215,7 +238,7 @@ class HFEngine:
         """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all. On
         a GPU both stay if they take a small part of its memory, and so do the graphs."""
         if not self._small:
-            self._forget()
+            self._release()
             if self.owns_model and not self._asleep:
                 self._sizes = {weight: _resized(weight, 0) for weight in self.model.parameters()}
         self._ready &= not self.owns_model
@@ -226,7 +249,7 @@ class HFEngine:
     @property
     def _small(self) -> bool:
         weights = sum(weight.nbytes for weight in self.model.parameters()) if self.owns_model else 0
-        held = self._space.nbytes if self._space else 0
+        held = (self._space.nbytes if self._space else 0) + (self._fused.nbytes if self._fused else 0)
         return self._device.type == "cuda" and (weights + held) * HF_KEPT_PART <= total_memory(self._device)
 
     def wake(self) -> None:
@@ -238,7 +261,7 @@ class HFEngine:
 
     def shutdown(self) -> None:
         """Free the cache, and the model if it is the engine's own."""
-        self._forget()
+        self._release()
         self.sleep()
         self._ready, self._probed = False, None
         if self.owns_model:

@@ -14,10 +14,11 @@ from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.hf.kv_cache import LayerProbe
 
 Forward = Callable[[Tensor, Tensor, Any], Tensor]  # input_ids [1, T], position_ids [1, T], view of the cache -> [T, V]
+Inputs = ("input_ids", "position_ids", "view")  # of the pass; the outputs of its calls follow
 _CONSTANTS = (type(None), bool, str)  # a number may depend on the number of tokens
 
 
-class _Slot(int):
+class Slot(int):
     """Index of an argument among the inputs of the pass and the outputs of earlier calls."""
 
 
@@ -29,12 +30,12 @@ class _Call(NamedTuple):
     output: Any
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A call to repeat; ``spent`` are the slots that no later one reads."""
     module: nn.Module
     args: list[Any]
     kwargs: dict[str, Any]
-    spent: list[_Slot]
+    spent: list[Slot]
 
 
 class _Unknown(Exception):
@@ -55,7 +56,7 @@ class ModuleCalls:
     """Repeats the calls that a pass made to the layers of the decoder, its embedding, norm and rotary tables, and to
     the head; an argument is an input of the pass, the output of an earlier call, or a constant."""
 
-    def __init__(self, steps: list[_Step]) -> None:
+    def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -71,7 +72,7 @@ class ModuleCalls:
 
 
 def _filled(value: Any, values: list[Any]) -> Any:
-    return values[value] if type(value) is _Slot else value
+    return values[value] if type(value) is Slot else value
 
 
 def _slot(value: Any, values: list[Any]) -> Any:
@@ -80,7 +81,7 @@ def _slot(value: Any, values: list[Any]) -> Any:
         return value
     for index, known in enumerate(values):
         if known is value or isinstance(known, Tensor) and isinstance(value, Tensor) and _view(known) == _view(value):
-            return _Slot(index)
+            return Slot(index)
     raise _Unknown
 
 
@@ -107,12 +108,12 @@ def _linked(calls: list[_Call], inputs: tuple[Tensor, Tensor, Any]) -> ModuleCal
     Raises:
         _Unknown: the pass computes an argument between two calls.
     """
-    values, steps = list(inputs), list[_Step]()
+    values, steps = list(inputs), list[Step]()
     for module, args, kwargs, output in calls:
         slots = {name: _slot(value, values) for name, value in kwargs.items()}
-        steps.append(_Step(module, [_slot(value, values) for value in args], slots, []))
+        steps.append(Step(module, [_slot(value, values) for value in args], slots, []))
         values.append(output)
-    last = {value: step for step in steps for value in (*step.args, *step.kwargs.values()) if type(value) is _Slot}
+    last = {value: step for step in steps for value in (*step.args, *step.kwargs.values()) if type(value) is Slot}
     for slot, step in last.items():
         step.spent.append(slot)
     return ModuleCalls(steps)

@@ -67,9 +67,17 @@ def varlen_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
+def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Return the norm, rounded once, and the inverse root of the mean squares."""
+    inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + (eps or 0.0))
+    out = x.float() * inverse
+    return (out if weight is None else out * weight.float()).to(x.dtype), inverse
+
+
 EMULATED: dict[Any, Callable[..., Any]] = {
     torch.ops.torch_attn._varlen_attn.default: varlen,
     torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward,
+    aten._fused_rms_norm.default: rms_norm,
     aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)),
     aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a.to(dtype), b.to(dtype)),
     aten.mm.dtype_out: lambda a, b, dtype, out: torch.mm(a.to(dtype), b.to(dtype), out=out),

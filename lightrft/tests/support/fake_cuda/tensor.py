@@ -256,6 +256,8 @@ class Calls(TorchFunctionMode):
             args = args[:1] + tuple(map(_lazy, args[1:]))
         if func is F.scaled_dot_product_attention and isinstance(args[0], CudaTensor):
             return _attention(*args, **kwargs)
+        if func is F.rms_norm and isinstance(args[0], CudaTensor) and not torch.is_grad_enabled():
+            return execute(aten._fused_rms_norm.default, args, kwargs)[0]  # as CUDA; a CPU takes several operators
         if func is Tensor.cuda:
             return args[0].to(LAZY)
         if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor) != isinstance(args[1], CudaTensor):

@@ -1,0 +1,85 @@
+"""Fused layers of a decode step against transformers' generate, the plain layers, and LoRA that is not merged."""
+import pytest
+import torch
+
+from lightrft.models.lora import add_lora
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
+from lightrft.rollout.tests.test_hf_engine import engine, model, naive_model, NEW, requests, same, STOPS
+from lightrft.tests.support import tiny
+
+PARAMS = SamplingParams(NEW, stop_token_ids=STOPS)
+
+
+def fused(made):
+    """The engine, which takes fused layers as on a GPU."""
+    made.fuses = True
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_tokens_are_those_of_generate_and_of_plain_layers(family):
+    eos, made = tiny.tokenizer().eos_token_id, fused(engine(family))
+    assert same(made.generate(requests(), PARAMS), engine(family).generate(requests(), PARAMS))
+    assert isinstance(made._probed[1], FusedCalls)
+    greedy = made.generate(requests(samples=1), SamplingParams(NEW, temperature=0.0, stop_token_ids=STOPS))
+    for request, (c, ) in zip(requests(), greedy):
+        out = naive_model(family).generate(torch.tensor([request.token_ids]), do_sample=False, max_new_tokens=NEW,
+                                           eos_token_id=[eos, *STOPS], pad_token_id=0)
+        assert c.token_ids == out[0, len(request.token_ids):].tolist()
+
+
+def test_other_layers_and_copies_without_room_stay_as_they_are():
+    for family in ("gemma2", "gemma3"):
+        made = fused(engine(family))
+        made.generate(requests()[:1], SamplingParams(2))
+        assert not isinstance(made._probed[1], FusedCalls)
+    calls, device = engine()._probe()[1], torch.device("cpu")
+    size = find_fused(calls, device, 1 << 30).nbytes
+    assert size == 2 * 4 * 32 * (32 + 16 + 16 + 2 * 64), "qkv, gate and up of two layers in float32"
+    assert find_fused(calls, device, size) and find_fused(calls, device, size - 1) is None
+
+
+def test_a_layer_with_other_numbers_is_refused(monkeypatch):
+    """The trial sees a norm that adds one to its weight."""
+    hf = tiny.model("qwen2")
+    hf.set_attn_implementation("packed")
+    norm = hf.model.layers[1].post_attention_layernorm
+    plain = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda x: plain(x) + x)
+    assert find_fused(HFEngine(hf, [3], 1 << 20)._probe()[1], torch.device("cpu"), 1 << 30) is None
+
+
+def test_lora_is_merged_into_copies_of_every_rollout():
+    """The weights of the trainer stay what they are, to the bit; an update of the adapters is in the next rollout."""
+    hf = tiny.model("qwen2", initializer_range=0.12)
+    hf.set_attn_implementation("packed")
+    peft = add_lora(hf, 4, 8, 0.0, ["all-linear"])
+    plain, made, rollouts = HFEngine(hf, [3], 1 << 24), fused(HFEngine(hf, [3], 1 << 24)), []
+    for scale in (0.1, 0.2):
+        for name, weight in peft.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(weight, std=scale)
+        before = {name: weight.clone() for name, weight in peft.named_parameters()}
+        rollouts.append(made.generate(requests(), PARAMS))
+        assert same(rollouts[-1], plain.generate(requests(), PARAMS)) and isinstance(made._probed[1], FusedCalls)
+        assert all(torch.equal(before[name], weight) for name, weight in peft.named_parameters())
+    assert not same(*rollouts)
+    held = made._probed[1].layers[0].weights
+    made.sleep()
+    assert not held, "the copies are freed"
+
+
+def test_a_copy_of_the_weights_is_joined_again_after_every_update():
+    own = fused(HFEngine(tiny.model("llama", seed=9, attn_implementation="packed"), {3}, 1 << 24, owns_model=True))
+    for seed in (3, 4):
+        source = tiny.model("llama", seed=seed, attn_implementation="packed")
+        own.update_weights(source.named_parameters(), seed)
+        assert same(own.generate(requests(), PARAMS), HFEngine(source, {3}, 1 << 24).generate(requests(), PARAMS))
+
+
+def test_the_model_itself_is_not_changed():
+    names = [name for name, _ in model().named_parameters()]
+    fused(engine()).generate(requests()[:1], SamplingParams(2))
+    assert [name for name, _ in model().named_parameters()] == names
