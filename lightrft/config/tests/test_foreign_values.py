@@ -234,6 +234,15 @@ def test_other_strategies_are_refused_by_name(word, capsys):
     assert re.search(rf"got '{word}' \(.*--strategy (fsdp|deepspeed)", capsys.readouterr().err)
 
 
+def test_layers_that_are_not_divided_are_granted_and_others_refused(capsys, caplog):
+    with caplog.at_level("INFO"):
+        parse_config(["--pipeline_model_parallel_size", "1"])
+    assert "pipeline_model_parallel_size" in caplog.text + capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_config(["--pipeline_model_parallel_size", "2"])
+    assert "use --strategy fsdp, or deepspeed with --zero_stage 3" in capsys.readouterr().err
+
+
 def test_a_pickle_is_refused_with_the_line_that_converts_it(tmp_path, python_line):
     pandas = pytest.importorskip("pandas")
     pandas.DataFrame([{"prompt": "1+1?", "answer": "2"}]).to_pickle(tmp_path / "rows.pkl")
