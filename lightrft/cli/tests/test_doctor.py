@@ -169,7 +169,7 @@ def test_a_cache_of_a_quarter_that_does_not_fit_is_a_warning():
     """It is there while the engine generates, and with --overlap_passes beside what the passes take."""
     for options, phase in (({}, 0), ({"init_kl_coef": 0.1, "overlap_passes": True}, 1)):
         needed = needed_by(phase, **options)
-        assert verdict_for(needed * 1.4, **options).verdict == "ok"
+        assert verdict_for(needed * 1.45, **options).verdict == "ok"  # graphs of the engine are estimated too
         found = verdict_for(needed * 1.3, **options)
         mib = int(found.remedy.split()[1])
         assert found.verdict == "warn" and verdict_for(needed * 1.3, **options, engine_kv_mib=mib).verdict == "ok"
