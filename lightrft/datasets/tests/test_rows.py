@@ -87,6 +87,7 @@ def test_saved_to_disk(tmp_path):
 
 
 def test_hub_id_without_a_network_is_a_clear_error(tmp_path):
+    pytest.importorskip("datasets")
     program = tmp_path / "program.py"
     program.write_text("from lightrft.datasets.rows import load_rows; load_rows('nobody/no-such-data')")
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
