@@ -18,6 +18,7 @@ _MODULES = {"input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_pro
             "self_attn.o_proj", "post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
             "mlp.act_fn"}  # yapf: disable
 _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
+_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # one table of positions
 _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit of the trial
 
 
@@ -66,7 +67,7 @@ class FusedLayer:
     def takes(layer: nn.Module) -> bool:
         """Return True for a layer with the modules of Llama's or Qwen's, adapters aside."""
         names = {name for name, _ in layer.named_modules() if ".lora_" not in name and not name.endswith("base_layer")}
-        return names - {""} in (_MODULES, _MODULES | _HEAD_NORMS)
+        return type(layer).__name__ in _LAYERS and names - {""} in (_MODULES, _MODULES | _HEAD_NORMS)
 
     @property
     def copied(self) -> list[Any]:
