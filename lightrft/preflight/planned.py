@@ -89,12 +89,13 @@ def limit_rows(config: Tree, provenance: dict[str, str]) -> None:
     A row shows its length before it is trained, so a limit beyond the model does no harm. A response does not.
     """
     from lightrft.models.config_json import context_of
+    positions = context_of(str(config.model.pretrain))
     for options, name in ((vars(vars(config)[group]), name) for group in groups(type(config))
                           for name in config.ROW_LIMITS):
-        if options.get(name) and options[name] > (context := context_of(config.model.pretrain) or options[name]):
-            warn_of_all(f"--{name} {options[name]}: the model has {context} positions (max_position_embeddings), so "
+        if positions and options.get(name) and options[name] > positions:
+            warn_of_all(f"--{name} {options[name]}: the model has {positions} positions (max_position_embeddings), so "
                         f"longer rows follow --overlong_prompt {flatten(config).get('overlong_prompt')}")
-            options[name] = context
+            options[name] = positions
             provenance[name] = f"positions of {config.model.pretrain}"
 
 

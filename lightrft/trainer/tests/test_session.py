@@ -244,16 +244,19 @@ def test_an_impossible_configuration_exits_with_2(home, tmp_path, capsys, no_str
     assert error.value.code == 2 and told in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name,options", [("rl", {"prompt_max_len": 600, "generate_max_len": 12}),
-                                          ("sft", {"max_len": 600})])
-def test_lengths_beyond_the_context_end_in_one_line(home, tmp_path, capsys, name, options):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}')
-    sft = [f"--pretrain={home}/model", f"--train_data={tmp_path}/rows.jsonl", f"--save_path={tmp_path}",
-           "--max_len=600", "--train_batch_size=1"]  # yapf: disable
+def test_responses_beyond_the_context_end_in_one_line(home, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
-        train.main(words(home, tmp_path, **options)) if name == "rl" else train_sft.main(sft)
+        train.main(words(home, tmp_path, prompt_max_len=600, generate_max_len=12))
     told = capsys.readouterr().err
     assert error.value.code == 2 and "600" in told and "512 positions" in told and "Traceback" not in told
+
+
+def test_rows_that_fit_are_trained_with_a_larger_limit(home, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}')
+    train_sft.main([f"--pretrain={home}/model", f"--train_data={tmp_path}/rows.jsonl", f"--save_path={tmp_path}/run",
+                    "--max_len=600", "--train_batch_size=1", "--disable_ckpt"])  # yapf: disable
+    assert "--max_len 600: the model has 512 positions" in capsys.readouterr().err
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
 def test_a_folder_that_cannot_be_made_exits_with_2(home, tmp_path, capsys, no_strategy):
