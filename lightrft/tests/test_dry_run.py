@@ -8,10 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from lightrft.cli.main import COMMANDS
+from lightrft.datasets.waveform import write_wav
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import flags
 from lightrft.tests.support.planned_too import UNPLANNED
@@ -225,6 +227,36 @@ def test_an_absent_package_is_named_with_the_line_that_installs_it(package, home
         assert run(command, options, *words) == 2
         said.append(refusal(capfd))
     assert said[0] == said[1] and f"package {package} is not installed; run: pip install {install}" in said[0]
+
+
+MEDIA: dict[str, tuple[str, bytes, str]] = {  # a package -> the kind of a file that needs it, the file, the extra
+    "av": ("video", b"\0\0\0\x18ftypmp42" + bytes(9), "video"),
+    "soundfile": ("audio", b"fLaC" + bytes(40), "audio"),
+    "soxr": ("audio", write_wav(np.zeros(800, np.float32), 8000), "audio"),
+}
+
+
+@pytest.fixture(name="perceiving", scope="module")
+def perceiving_fixture(home):
+    """A model that sees and hears."""
+    from lightrft.tests.support.tiny_sound import SOUNDS
+    return SOUNDS["qwen2_5_omni_thinker"].save(home / "perceiving", tied=True)
+
+
+@pytest.mark.parametrize("package", MEDIA)
+def test_an_absent_package_of_media_is_named(package, perceiving, home, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, package, None)
+    kind, content, extra = MEDIA[package]
+    (tmp_path / "medium").write_bytes(content)
+    row = {"messages": [{"role": "user", "content": [{"type": kind, kind: str(tmp_path / "medium")}]},
+                        {"role": "assistant", "content": "2"}]}  # yapf: disable
+    options = options_of("sft", home, tmp_path / "run", pretrain=perceiving,
+                         train_data=write_rows(tmp_path / "rows.jsonl", [row] * 2))
+    said = []
+    for words in (["--dry_run"], []):
+        assert run("sft", options, *words) == 2
+        said.append(refusal(capfd))
+    assert said[0] == said[1] and f" {package}" in said[0] and f"-e '.[{extra}]'" in said[0]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
