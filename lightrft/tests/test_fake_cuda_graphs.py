@@ -44,6 +44,7 @@ def launches(layers, fuses, lora, dtype):
 @pytest.mark.parametrize("row, fuses, lora, dtype", [("float32", True, False, torch.float32),
                                                      ("LoRA", True, True, torch.float32),
                                                      ("bfloat16", True, False, torch.bfloat16),
+                                                     ("float32, not fused", False, False, torch.float32),
                                                      ("LoRA, not merged", False, True, torch.float32)])
 def test_a_layer_launches_what_the_docs_say(row, fuses, lora, dtype):
     import peft  # noqa: F401  (what it imports asks the device at import)
