@@ -1,7 +1,7 @@
 """The measurements: names, what they need, and the seconds that they take on one H100."""
 from dataclasses import dataclass, field
 
-LARGE = ("7b", "3b-vl")  # they train adapters and recompute activations: one GPU does not hold what all weights take
+LARGE = ("7b", "3b-vl")  # they train adapters: one GPU does not hold what all weights take
 WITH_PICTURES = ("3b-vl", )
 
 
@@ -13,7 +13,7 @@ class Setting:
         size: shape of the model, a key of ``models.SHAPES``.
         tp: ranks that run one engine together.
         strategy: of the trainer.
-        recompute: gradient checkpointing.
+        recompute: all activations; False leaves the choice to the memory plan.
         liger: Liger's kernels, where they are installed.
         expandable: memory of torch in segments that grow.
         reduced: tiny shapes, for the CPU.
@@ -72,12 +72,8 @@ def _run(size: str, engine: str, seconds: int, reduced: bool = True, tp: int = 1
     """Steps of the trainer and the life of its engine, in one process: an engine starts for a minute. Every engine runs
     the 0.5B model and vLLM the 7B model too: with all of them it would be 40 minutes."""
     name = f"run-{engine}-{size}" + (f"-tp{tp}" if tp > 1 else "")
-    return Measurement(name, "rollout:run", STEP + ENGINE, seconds, _setting(size, engine, tp),
+    return Measurement(name, "rollout:run", STEP + ENGINE, seconds, Setting(size, engine, tp),
                        () if engine == "hf" else (engine, ), tp, reduced)
-
-
-def _setting(size: str, engine: str = "hf", tp: int = 1) -> Setting:
-    return Setting(size, engine, tp, recompute=size in LARGE)
 
 
 MEASUREMENTS = (
@@ -85,15 +81,16 @@ MEASUREMENTS = (
     _run("0.5b", "vllm", 150),
     _run("0.5b", "sglang", 180),
     Measurement("kernels", "kernels:kernels", (OPERATIONS, ATTENTION, LOGPROBS), 60),
-    Measurement("update-7b", "training:update", (UPDATE, ), 150, _setting("7b"), reduced=False),
+    Measurement("update-7b", "training:update", (UPDATE, ), 150, Setting("7b"), reduced=False),
     Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("pytest", )),
     Measurement("update-0.5b", "training:update", (UPDATE, ), 50, reduced=False),
     Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
     Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 45, Setting(liger=False), reduced=False),
     Measurement("update-0.5b-recompute", "training:update", (UPDATE, ), 50, Setting(recompute=True), reduced=False),
+    Measurement("update-7b-recompute", "training:update", (UPDATE, ), 90, Setting("7b", recompute=True), reduced=False),
     Measurement("update-0.5b-expandable", "training:update", (UPDATE, ), 45, Setting(expandable=True), reduced=False),
     Measurement("run-hf-0.5b-fsdp2", "rollout:run", STEP + ENGINE, 90, Setting(strategy="fsdp")),
-    Measurement("step-hf-3b-vl", "training:steps", STEP, 80, _setting("3b-vl"), ("torchvision", )),
+    Measurement("step-hf-3b-vl", "training:steps", STEP, 80, Setting("3b-vl"), ("torchvision", )),
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", "datasets")),
     _run("7b", "vllm", 300, reduced=False),
     Measurement("doctor", "machine:doctor", (DOCTOR, ), 40),

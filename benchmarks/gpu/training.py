@@ -12,6 +12,7 @@ from step_anatomy import phase_seconds
 from benchmarks.gpu.catalog import ANATOMY, FACTS, Setting, UPDATE
 from benchmarks.gpu.models import open_trainer
 from benchmarks.gpu.store import Row, Tables
+from lightrft.config.options import show
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import count
 from lightrft.strategy.base import StrategyBase
@@ -100,7 +101,8 @@ def update(setting: Setting) -> Iterator[Tables]:
 def row(trainer: SPMDPPOTrainer, tokens: int, longest: int) -> Row:
     """Measure one size; a size that does not fit is a result too."""
     found: Row = {"tokens per rank": tokens, "of sequences of": longest, "ranks": trainer.strategy.world_size,
-                  "Liger": "on" if trainer.config.model.use_liger else "off"}  # yapf: disable
+                  "Liger": "on" if trainer.config.model.use_liger else "off",
+                  "recomputed": show(trainer.config.model.gradient_checkpointing)}  # yapf: disable
     exp, cuda = packed(tokens, longest, trainer), trainer.strategy.device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()

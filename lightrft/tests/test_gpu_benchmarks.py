@@ -17,7 +17,7 @@ from lightrft.preflight.base import preflight
 from lightrft.preflight.cost import count_parameters
 from lightrft.preflight.hardware import Machine
 from lightrft.preflight.memory import memory, peak
-from lightrft.preflight.planned import settle
+from lightrft.preflight.planned import settle, settle_recomputation
 from lightrft.tests.support import tiny
 from lightrft.tests.support.gpu_measurements import MODULE, check_piece, piece
 from lightrft.tests.support.launch import launch
@@ -136,12 +136,15 @@ def test_the_options_are_valid_and_fit_an_h100(one, tmp_path, monkeypatch):
     with torch.device("meta"):
         model = modality_of(model_config, one.name).auto_class.from_config(model_config)
     size = count_parameters({name: parameter.shape for name, parameter in model.named_parameters()})
+    model_config.save_pretrained(tmp_path / "shape")
     for reduced in (False, True):
         chosen = replace(setting, reduced=reduced)
         flags = [*models.trainer_flags(chosen, 32, 8, 256, 1), "--prompt_data", str(models.write_prompts(chosen))]
         config = parse_config([*flags, "--pretrain", str(tiny.save_model(tmp_path / "model"))], "gpu").config
         machine = Machine.planned(f"{one.ranks}xH100")
         settle(config, {}, machine)
+        config.model.pretrain = str(tmp_path / "shape")
+        settle_recomputation(config, {}, machine)
         found = preflight(config).problems(one.ranks, True, one.ranks)
         assert [text for text in found if "is not installed" not in text] == []
         needed = peak(memory(config, one.ranks, size, machine.device, shape=ModelShape.of(model_config)))
