@@ -1,9 +1,12 @@
 """Activations that a backward pass computes again (gradient checkpointing): all of a layer, or the cheap ones."""
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import nn, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.attention_kernels import repeats_heads
@@ -26,7 +29,7 @@ def recompute(hf: Any, cfg: PolicyModelConfig) -> None:
     repeats_heads()  # asks the device, which must not be among the calls that a layer repeats
     for layer in hf.modules() if cfg.gradient_checkpointing == "selective" else ():
         if (checkpoint := vars(layer).get("_gradient_checkpointing_func")) is not None:
-            contexts = partial(create_selective_checkpoint_contexts, partial(_policy, _widths(layer) | {cfg.lora_rank}))
+            contexts = partial(_contexts, partial(_is_kept, _widths(layer) | {cfg.lora_rank}))
             layer._gradient_checkpointing_func = partial(checkpoint, context_fn=contexts)
 
 
@@ -36,13 +39,43 @@ def _widths(layer: nn.Module) -> set[int]:
     return {config[name] for config in configs for name in _INNER if isinstance(config.get(name), int)}
 
 
-def _policy(inner: set[int], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of attention, and of products over other widths than ``inner``.
+def _is_kept(inner: set[int], op: Any, args: tuple[Any, ...]) -> bool:
+    """Return True for attention, and for products over other widths than ``inner``.
 
     Those over the width of an MLP are the end of the layer: nothing in it reads them. Those over the rank of adapters
     cost little, and are as large as the product that they are added to.
     """
     name = op.name()
     left = _PRODUCTS.get(name)
-    kept = "attention" in name or "attn" in name if left is None else args[left].shape[-1] not in inner
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return "attention" in name or "attn" in name if left is None else args[left].shape[-1] not in inner
+
+
+def _contexts(keeps: Callable[[Any, tuple[Any, ...]], bool]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of a layer's forward pass and of its repetition, which share the results that are kept."""
+    results: deque[Any] = deque()
+    return _Keeping(keeps, results), _Repeating(keeps, results)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps the results of some operators.
+
+    torch's own selective checkpoints count every operator, also those with which ZeRO-3 gathers parameters, which
+    differ between a forward pass and its repetition. Here the operators that are kept alone have to be the same.
+    """
+
+    def __init__(self, keeps: Callable[[Any, tuple[Any, ...]], bool], results: deque[Any]) -> None:
+        super().__init__()
+        self.keeps, self.results = keeps, results
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if self.keeps(op, args):
+            self.results.append(tree_map_only(Tensor, Tensor.detach, result))  # without the graph that it gets above
+        return result
+
+
+class _Repeating(_Keeping):
+    """Takes the results that were kept, in their order, in place of computing them."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self.results.popleft() if self.keeps(op, args) else op(*args, **(kwargs or {}))
