@@ -25,7 +25,6 @@ from threading import Thread
 from typing import Any
 
 from lightrft.tests.support.launch import _CONTEXT, ROOT
-from lightrft.utils.hub import read_cache_only
 
 _AT_IMPORT = re.compile(r"CUDA|HF_|LD_|MKL|OMP_|TRANSFORMERS|VLLM|SGLANG|PYTHON(?!PATH|_EXEC|$)|"
                         r"TORCH(?!ELASTIC|_ELASTIC|INDUCTOR|_NCCL)")  # torch itself sets the one of its inductor
@@ -137,9 +136,7 @@ def _flags(words: list[str]) -> int:
 
 def _can_run(program: list[str], environ: dict[str, str]) -> bool:
     """Return True for a module or a script, in an environment in which imports do the same as in this process."""
-    differ = {name for name in {*os.environ, *environ} if os.environ.get(name, "") != environ.get(name, "")}
-    if environ.get("HF_HUB_OFFLINE") == "1":  # _take can do that later
-        differ.discard("HF_HUB_OFFLINE")
+    differ = [name for name in {*os.environ, *environ} if os.environ.get(name, "") != environ.get(name, "")]
     known = program[0] == "-m" and len(program) > 1 or program[0].endswith(".py") if program else False
     return known and not any(map(_AT_IMPORT.match, differ))
 
@@ -151,8 +148,6 @@ def _take(environ: dict[str, str], flags: list[str]) -> None:
         import_module("lightrft.trainer.run_log").plot_curve = lambda *args: None
     os.environ.clear()
     os.environ.update(environ)
-    if environ.get("HF_HUB_OFFLINE") == "1":
-        read_cache_only()
     if "WARM_NESTED" in environ:
         sys.executable = environ["PYTHON"]
     if "-u" in flags:
