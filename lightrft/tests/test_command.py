@@ -183,7 +183,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_prints_nothing(tmp_path):
                             "open('ready' + os.environ['RANK'], 'w')\ntime.sleep(200)\n")
     code = "import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'waits', []))"
     run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-                           env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # yapf: disable
+                           env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"})  # yapf: disable
     while len(list(tmp_path.glob("ready*"))) < 2 and run.poll() is None:
         time.sleep(0.1)
     run.send_signal(signal.SIGINT)

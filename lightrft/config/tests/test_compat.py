@@ -113,10 +113,10 @@ def test_words_without_effect_share_a_line_and_come_once(capsys: pytest.CaptureF
     ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "here: --overlong_buffer_len"),
     ("actor_rollout_ref.rollout.max_num_seqs", "here: --engine_max_seqs"),
     ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
-    ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name", "here: nothing, "),
+    ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name algorithm.use_pf_ppo", "here: nothing, "),
     ("critic.use_dynamic_bsz data.gen_batch_size wandb", "here: --"),
     ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
-    ("algorithm.use_pf_ppo real_tau", "unknown flag --{}\n"),
+    ("real_tau", "unknown flag --{}\n"),
 ])
 def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
