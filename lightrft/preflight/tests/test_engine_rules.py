@@ -154,5 +154,6 @@ def test_an_engine_of_another_package_needs_its_line_of_facts_alone(monkeypatch)
     config = parse_config([], defaults=BASE | {"engine_args": ["eager"]}).config
     config.rollout.engine_type = "other"
     assert "--engine_args eager: expected name=value, e.g. name=value" in list(engine_problems(config, 1, True))
-    missing = "--engine_type other: the package other is not installed; run: pip install other"
+    missing = ("--engine_type other: the package other is not installed; run: pip install other or use the built-in "
+               "engine: --engine_type hf")
     assert list(missing_engine(config)) == [missing]

@@ -377,10 +377,10 @@ def test_every_command_compares_what_its_ranks_download(command, home, options, 
     row = {"prompt": [asked], "output": "1", "images": [f"http://127.0.0.1:{server.server_port}/a.png"]}
     common = {"pretrain": str(home / "model"), "chat_template": options["chat_template"], "media_urls": True}
     rows = [hold_rows([row])]
-    tree, more = {"train": (Config, {"prompt_data": rows, "reward": ["format"], "save_path": str(tmp_path)}),
+    short = {"prompt_max_len": 64, "generate_max_len": 8}
+    tree, more = {"train": (Config, {"prompt_data": rows, "reward": ["format"], "save_path": str(tmp_path)} | short),
                   "sft": (SFTConfig, {"train_data": rows, "save_path": str(tmp_path), "max_len": 64}),
-                  "generate": (GenerateConfig, {"prompt_data": rows, "output_path": str(tmp_path / "out.jsonl"),
-                                                "prompt_max_len": 64, "generate_max_len": 8})
+                  "generate": (GenerateConfig, {"prompt_data": rows, "output_path": str(tmp_path / "out")} | short)
                   }[command]  # yapf: disable
     work = {"train": train, "sft": lambda parsed, exits: train_rows(parsed, exits, SFTTrainer), "generate": generate}
     with pytest.raises(DataError, match="row 1: image '.*a.png': the server sent other bytes to rank 1 than to rank 0"):
