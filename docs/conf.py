@@ -21,6 +21,7 @@ html_theme = "furo"
 html_title = f"lightrft {release}"
 exclude_patterns = ["_build", "generated/*.md", "generated/algorithms"]  # the tables are included by other pages
 suppress_warnings = ["myst.header"]
+autodoc_mock_imports = ["triton"]  # of CUDA
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_use_rtype = False
