@@ -69,14 +69,18 @@ def merge(old: Results, new: Results) -> Results:
     return sorted(found, key=lambda result: (order.index(result["run"]), result["seed"]))
 
 
+def replace_section(page: Path, start: str, end: str, text: str) -> None:
+    """Write ``text`` between the marks ``start`` and ``end`` of a page."""
+    whole = page.read_text(encoding="utf-8")
+    page.write_text(f"{whole.split(start)[0]}{start}{text}{end}{whole.split(end)[1]}", encoding="utf-8")
+
+
 def publish(results: Results) -> None:
     """Write data, table and picture into the docs; runs that were not repeated stay."""
     merged = merge(load(), results)
     OUTPUTS.data.parent.mkdir(exist_ok=True)
     write(merged, OUTPUTS.data)
-    page = OUTPUTS.page.read_text(encoding="utf-8")
-    before, after = page.split(START)[0], page.split(END)[1]
-    OUTPUTS.page.write_text(f"{before}{START}{section(merged)}{END}{after}", encoding="utf-8")
+    replace_section(OUTPUTS.page, START, END, section(merged))
     draw_all(merged, OUTPUTS.picture)
 
 

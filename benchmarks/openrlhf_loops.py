@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples" / "quickstart")]
 
-from matrix_report import Outputs, Results, write  # noqa: E402
+from matrix_report import Outputs, Results, replace_section, write  # noqa: E402
 
 START, END = "<!-- loops -->", "<!-- /loops -->"
 OUTPUTS = Outputs(ROOT / "docs" / "data" / "openrlhf_loops.json", ROOT / "docs" / "generate.md", Path())
@@ -259,9 +259,7 @@ def section(results: Results) -> str:
 def publish(results: Results) -> None:
     """Write data and table into the docs."""
     write(results, OUTPUTS.data)
-    page = OUTPUTS.page.read_text(encoding="utf-8")
-    before, after = page.split(START)[0], page.split(END)[1]
-    OUTPUTS.page.write_text(f"{before}{START}{section(results)}{END}{after}", encoding="utf-8")
+    replace_section(OUTPUTS.page, START, END, section(results))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # before torch is imported
 
 import rounds  # noqa: E402
-from matrix_report import band, Outputs, Results, write  # noqa: E402
+from matrix_report import band, Outputs, Results, replace_section, write  # noqa: E402
 
 from lightrft.cli.main import COMMANDS  # noqa: E402
 
@@ -323,9 +323,7 @@ def section(found: Results) -> str:
 def publish(found: Results) -> None:
     """Write data, table and picture into the docs."""
     write(found, OUTPUTS.data)
-    page = OUTPUTS.page.read_text(encoding="utf-8")
-    before, after = page.split(START)[0], page.split(END)[1]
-    OUTPUTS.page.write_text(f"{before}{START}{section(found)}{END}{after}", encoding="utf-8")
+    replace_section(OUTPUTS.page, START, END, section(found))
     draw(found, OUTPUTS.picture)
 
 

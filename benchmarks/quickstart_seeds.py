@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from learning_matrix import cpu_seconds  # noqa: E402
-from matrix_report import band, by_run, draw_all, Outputs, Results, write  # noqa: E402
+from matrix_report import band, by_run, draw_all, Outputs, Results, replace_section, write  # noqa: E402
 from peers import machine  # noqa: E402
 
 TOWERS = {"quickstart": "", "quickstart_vl": "visual", "quickstart_audio":
@@ -132,9 +132,7 @@ def publish(results: Results) -> None:
                    (not each["run"].startswith("quickstart_vl"), each["run"], each["seed"]))
     order = [{key: value for key, value in each.items() if key != "seconds"} for each in order]  # of a shared machine
     write(order, OUTPUTS.data)
-    page = OUTPUTS.page.read_text(encoding="utf-8")
-    before, after = page.split(START)[0], page.split(END)[1]
-    OUTPUTS.page.write_text(f"{before}{START}{section(order)}{END}{after}", encoding="utf-8")
+    replace_section(OUTPUTS.page, START, END, section(order))
     draw_all(order, OUTPUTS.picture, aim=AIM)
     draw_all([result for result in order if " " not in result["run"]], PLAIN, (3.2, 2.2), AIM)
 
