@@ -242,7 +242,7 @@ def test_the_summary_is_short_and_begins_with_figures():
 def test_a_prediction_is_beside_its_measurement():
     rows = [{"tokens per rank": 4096, "s": 1.0}, {"tokens per rank": 16384, "s": 1.5}]
     page = render(MEASUREMENTS, {"update-7b": Record("update-7b", "cut", {"Update": rows}, machine={"device": "GPU"})})
-    assert "| `update-7b` | s | 1.57 | 1.5 |" in page and "| `update-0.5b` | s | 0.219 | - |" in page
+    assert "| `update-7b` | s | 1.12 | 1.5 |" in page and "| `update-0.5b` | s | 0.219 | - |" in page
 
 
 def test_the_page_names_the_machines():
