@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 PROMPTS, GROUP, MAX_NEW = 16, 8, 48
+FLAGS = (f"--rollout_batch_size {PROMPTS} --n_samples_per_prompt {GROUP} --train_batch_size {PROMPTS * GROUP} "
+         f"--generate_max_len {MAX_NEW} --prompt_max_len 64 --actor_learning_rate 3e-4 --lr_scheduler constant "
+         "--reward exact --disable_ckpt").split()  # of the trainer
 THREADS = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 2))  # of all ranks together
 
 
@@ -100,10 +103,7 @@ def trainer_metrics(model: str, data: str, steps: int, ranks: int, script: list[
 
 def trainer_run(model: str, data: str, steps: int, ranks: int) -> tuple[float, int]:
     """Measure seconds and generated tokens of ``steps`` steps of the trainer."""
-    flags = (f"--rollout_batch_size {PROMPTS} --n_samples_per_prompt {GROUP} --train_batch_size {PROMPTS * GROUP} "
-             f"--generate_max_len {MAX_NEW} --prompt_max_len 64 --actor_learning_rate 3e-4 --lr_scheduler constant "
-             "--reward exact --disable_ckpt").split()
-    lines = trainer_metrics(model, data, steps, ranks, ["-m", "lightrft.cli.train"], flags)
+    lines = trainer_metrics(model, data, steps, ranks, ["-m", "lightrft.cli.train"], FLAGS)
     return sum(line["time/step_s"] for line in lines), int(sum(line["rollout/tokens"] for line in lines))
 
 

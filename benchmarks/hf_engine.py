@@ -55,6 +55,15 @@ def counting_model(size: dict[str, int]) -> PreTrainedModel:
     return model.eval()
 
 
+def random_prompts(length: int) -> list[Request]:
+    """Make requests of SAMPLES samples for prompts of ``length`` tokens, as many as the smallest model gets."""
+    rng, samples = random.Random(1), range(SAMPLES)
+    return [
+        Request([LONGEST + 1 + rng.randrange(32) for _ in range(length)], [SAMPLES * i + j for j in samples])
+        for i in range(max(PROMPTS.values()))
+    ]
+
+
 def run_generate(model: PreTrainedModel, requests: list[Request], rows: int, new: int, end: int | None) -> list[int]:
     """Run ``model.generate`` and return the lengths of its responses, in static batches of ``rows``."""
     model.set_attn_implementation("sdpa")
@@ -123,12 +132,7 @@ def main() -> None:
                         help="CPU seconds, not wall time (busy machine, --threads 1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rng = random.Random(1)
-    requests = [
-        Request([LONGEST + 1 + rng.randrange(32)
-                 for _ in range(args.prompt)], [SAMPLES * i + j for j in range(SAMPLES)])
-        for i in range(max(PROMPTS.values()))
-    ]
+    requests = random_prompts(args.prompt)
     print(f"{SAMPLES} samples per prompt; tokens/s and ratio are medians; lengths are min / mean / max")
     print(f"{'model':<12}{'lengths':<9}{'KV MiB':>7}{'generate':>10}{'engine':>9}{'ratio':>8}  {'all ratios':<20}"
           f"{'engine lengths':<18}generate lengths")

@@ -34,7 +34,7 @@ that machine, into `.whl` in the repository. Git ignores that folder, so copy it
 ```bash
 pip download --no-deps -d .whl --python-version 3.12 --only-binary :all: liger-kernel==0.8.5 trl==1.16.0 \\
   datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 math-verify==0.9.0 latex2sympy2-extended==1.11.0 \\
-  antlr4-python3-runtime==4.13.2
+  antlr4-python3-runtime==4.13.2 xxhash==4.1.0
 ```
 
 There, this line measures for eight minutes. The same line again, in the same repository, continues. Where the folder

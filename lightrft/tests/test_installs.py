@@ -2,6 +2,7 @@
 import fnmatch
 import re
 import subprocess
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,34 @@ SETS = {
     f"{engine} {python}": (engine, python)
     for engine, python in (("core", "3.11"), ("vllm", "3.11"), ("vllm", "3.12"), ("sglang", "3.12"))
 }
+
+
+def dependencies(name):
+    """Return the packages that ``name`` needs, without extras; of a package that is not installed here, none."""
+    lines = map(Requirement, requires(name) or []) if [*distributions(name=name)] else ()
+    return {
+        line.name.lower().replace("_", "-") for line in lines if not line.marker or line.marker.evaluate({"extra": ""})
+    }
+
+
+def closure(names):
+    """Return ``names`` with everything that they need."""
+    complete, waiting = set(), {*names}
+    while waiting:
+        complete |= waiting
+        waiting = set().union(*map(dependencies, waiting)) - complete
+    return complete
+
+
+def test_the_wheels_of_a_short_stay_are_complete():
+    """What they need is among them, or on a machine like the one of docs/gpu.md; versions are those of the tests."""
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    wheels = pins("\n".join(page.partition("--only-binary :all: ")[2].partition("```")[0].split()))
+    assert {"datasets", "math-verify", "trl", "liger-kernel"} < wheels.keys()
+    machine = pins((ROOT / "requirements-gpu-image.txt").read_text(encoding="utf-8"))
+    assert not closure(wheels) - closure(machine) - wheels.keys()
+    peer = pins((ROOT / "requirements-oracles.txt").read_text(encoding="utf-8"))
+    assert wheels.items() <= (constraints("core") | peer).items()
 
 
 def resolver(lines, *options):

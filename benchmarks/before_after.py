@@ -1,0 +1,162 @@
+"""Compare the CPU seconds per generated token of two commits, in turn in one run.
+
+    python benchmarks/before_after.py OLD [NEW] [--pairs 3] [--cases equal ragged] [--out FILE]
+
+The cases are those of peers.py (this trainer alone), of hf_engine.py (the engine alone) and of bare_loop.py (the
+command alone, in one process and on two FSDP2 ranks), with one thread per process. CPU seconds are user and system time
+of all processes of a case, without start and warm-up.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import peers
+from bare_loop import FLAGS, trainer_metrics
+from same_numbers import checkout
+
+Seconds = dict[str, float]  # "cpu_s" and "tokens" of the measured steps
+STEPS, ROWS, PROMPT = 10, 64, 128  # of the command; memory and prompt of the engine, as in hf_engine.py
+
+
+def peer(side: str, case: str, tree: Path, home: Path) -> Seconds:
+    """Measure a case of peers.py."""
+    folder, data = home / peers.CASES[case].model, home / "data" / "train.parquet"
+    return child(tree, [f"{tree}/benchmarks/peers.py", "--child", side, case, str(folder), str(data)])
+
+
+def engine(model: str, lengths: str, tree: Path, home: Path) -> Seconds:
+    """Measure a case of hf_engine.py."""
+    return child(tree, [__file__, "--engine", model, lengths])
+
+
+def trainer(ranks: int, tree: Path, home: Path) -> Seconds:
+    """Measure the trainer of bare_loop.py."""
+    return child(tree, [__file__, "--trainer", str(ranks), str(home)])
+
+
+CASES: dict[str, Callable[[Path, Path], Seconds]] = {
+    "equal": partial(peer, "lightrft", "equal"),
+    "equal, default": partial(peer, "lightrft, default", "equal"),
+    "ragged": partial(peer, "lightrft", "ragged"),
+    "engine, 136k parameters, natural": partial(engine, "quickstart", "natural"),
+    "engine, 136k parameters, equal": partial(engine, "quickstart", "equal"),
+    "engine, hidden 256, natural": partial(engine, "hidden 256", "natural"),
+    "engine, hidden 256, equal": partial(engine, "hidden 256", "equal"),
+    "command, 1 process": partial(trainer, 1),
+    "command, 2 ranks FSDP2": partial(trainer, 2),
+}  # yapf: disable
+
+
+def child(tree: Path, words: list[str]) -> Seconds:
+    """Run Python on ``tree``; return the JSON of its last line."""
+    environ = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                            "HF_HUB_OFFLINE": "1"}  # yapf: disable
+    done = subprocess.run([sys.executable, "-W", "ignore", *words], env=environ, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} on {tree} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_engine(model: str, lengths: str) -> Seconds:
+    """Run the HF engine of the tree that is imported, in this process."""
+    import hf_engine
+    import torch
+    torch.set_num_threads(1)
+    size, end = hf_engine.SIZES[model], hf_engine.END if lengths == "natural" else None
+    new = hf_engine.LONGEST if lengths == "natural" else hf_engine.LONGEST // 2
+    kv_bytes = ROWS * (PROMPT + new - 1) * 2 * 4 * size["num_hidden_layers"] * size["hidden_size"]
+    policy, requests = hf_engine.counting_model(size), hf_engine.random_prompts(PROMPT)
+    hf_engine.run_engine(policy, requests[:2], kv_bytes, 4, end)  # warm up
+    start = time.process_time()
+    tokens = sum(hf_engine.run_engine(policy, requests[:hf_engine.PROMPTS[model]], kv_bytes, new, end))
+    return {"cpu_s": time.process_time() - start, "tokens": tokens}
+
+
+def measure_trainer(ranks: str, home: str) -> Seconds:
+    """Run the command of bare_loop.py on the tree that is imported."""
+    model, data = f"{home}/sft/hf", f"{home}/data/train.parquet"
+    lines = trainer_metrics(model, data, STEPS + 1, int(ranks), [__file__, "--run"], FLAGS)
+    return {
+        "cpu_s": lines[-1]["cpu_s"] - lines[0]["cpu_s"], "tokens": sum(line["rollout/tokens"] for line in lines[1:])
+    }
+
+
+def run_trainer(words: list[str]) -> None:
+    """Run the command ``train``; the metrics of a step have the CPU seconds so far, of all ranks and their children."""
+    import psutil
+
+    from lightrft.cli.train import main as train
+    from lightrft.trainer.ppo_trainer import PPOTrainer
+    end_step, launcher = PPOTrainer._end_step, psutil.Process().parent()
+
+    def counted(self: PPOTrainer, metrics: dict[str, float]) -> None:
+        used = [process.cpu_times() for process in launcher.children(recursive=True)]
+        metrics["cpu_s"] = sum(each.user + each.system for each in used)
+        end_step(self, metrics)
+
+    PPOTrainer._end_step = counted  # type: ignore[method-assign]
+    train(words)
+
+
+def compare(trees: dict[str, Path], home: Path, case: str, pairs: int) -> dict[str, list[Seconds]]:
+    """Run both trees in turn, ``pairs`` times, the other one first each time; return the results of each."""
+    results: dict[str, list[Seconds]] = {name: [] for name in trees}
+    for pair in range(pairs):
+        for name in sorted(trees, reverse=bool(pair % 2)):
+            results[name].append(CASES[case](trees[name], home))
+    return results
+
+
+def row(case: str, results: dict[str, list[Seconds]]) -> str:
+    """Render a case: microseconds of CPU per token (medians), and their ratio (median, least and most)."""
+    before, after = ([1e6 * run["cpu_s"] / run["tokens"] for run in results[name]] for name in ("before", "after"))
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
+    speeds = f"{statistics.median(before):.1f} | {statistics.median(after):.1f}"
+    return f"| {case} | {speeds} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+
+
+def main() -> None:
+    """Print the table; write all results as JSON with ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="commit")
+    parser.add_argument("new", nargs="?", default=".", help="commit (default: the working tree)")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each commit, in turn")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--home", type=Path, help="folder of the models and the data (default: a temporary one)")
+    parser.add_argument("--out", type=Path, help="JSON file of all results")
+    args = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        peers.prepare_models(home := args.home or Path(folder), ["ragged"])
+        with checkout(args.old, Path(folder) / "before") as before, checkout(args.new, Path(folder) / "after") as after:
+            report(args, {"before": before, "after": after}, home)
+
+
+def report(args: argparse.Namespace, trees: dict[str, Path], home: Path) -> None:
+    """Measure the cases; print their rows and write their results as they come."""
+    print("| case | before, us / token | after, us / token | ratio |\n|---|---|---|---|", flush=True)
+    results, runs = peers.machine() | {"old": args.old, "new": args.new}, {}
+    for case in args.cases:
+        runs[case] = compare(trees, home, case, args.pairs)
+        print(row(case, runs[case]), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(results | {"runs": runs}, indent=1) + "\n")
+
+
+CHILDREN: dict[str, Callable[..., Seconds]] = {"--engine": measure_engine, "--trainer": measure_trainer}
+
+if __name__ == "__main__":
+    mode, *words = sys.argv[1:] or [""]
+    if mode == "--run":
+        run_trainer(words)
+    elif mode in CHILDREN:
+        print(json.dumps(CHILDREN[mode](*words)))
+    else:
+        main()
