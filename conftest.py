@@ -4,6 +4,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib import import_module
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 LONG = ("timeout", "engine", "slow", "dist")  # markers of slow tests, the slowest first
 OF_MAKE = ("MAKEFLAGS", "VENV", "PYTEST_ARGS", "ARGS")  # of the make that runs the tests, not of those in tests
 ALLOCATIONS = 50_000  # container objects between two garbage collections
-FROZEN, MANY = pytest.StashKey[int](), 200_000  # objects that the garbage collector does not search
+MODULES, SEARCHED = pytest.StashKey[int](), 10  # modules that are over; between two searches for garbage
+FREEZES = ExitStack()  # a run in a test counts no frozen objects, which takes it 60 ms
 for _name in OF_MAKE:
     os.environ.pop(_name, None)
 
@@ -34,18 +36,24 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
+    if env := sys.modules.get("lightrft.utils.env"):
+        FREEZES.enter_context(env.frozen_objects())
+
+
+def pytest_unconfigure() -> None:
+    """Close what the session has opened while its modules are still there."""
+    FREEZES.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_used_no_longer_is_garbage(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Runs leave frozen objects; once there are many, they are searched. Engines unfreeze all."""
-    before = pytestconfig.stash.setdefault(FROZEN, gc.get_freeze_count())
+    """Runs leave frozen objects, and engines unfreeze all; every few modules all of them are searched once."""
     yield
-    if not before <= gc.get_freeze_count() < before + MANY:
+    modules = pytestconfig.stash[MODULES] = pytestconfig.stash.get(MODULES, 0) + 1
+    if modules % SEARCHED == 0:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        pytestconfig.stash[FROZEN] = gc.get_freeze_count()
 
 
 @pytest.fixture(autouse=True)

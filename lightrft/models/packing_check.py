@@ -30,7 +30,7 @@ HEADS = (2, 4)  # of a copy: families split a width over heads that are a multip
 MOST = 50_000_000  # parameters of a copy; a larger one takes seconds, and is not tried
 TOLERANCE = 2e-5  # nats; faults are of tenths, rounding is below 1e-5 in most families
 ROUNDINGS = 4  # how many times its own rounding a family may be off: those that repeat layers amplify each bit
-_FAULTS: dict[str, str] = {}  # by config
+_FAULTS: dict[str, str] = {}  # by config, wherever it lies
 SHARED = "num_kv_shared_layers"  # the last ones, which have no keys and values of their own
 _REACH = ("sliding_window", "attention_chunk_size", "local_attention", "window_size", "floor_scale")
 _NOT_WIDTHS = ("position", "max", "vocab", "window", "token", "length", "theta", "expert", "layers", "heads")
@@ -61,7 +61,7 @@ def packing_fault(config: PretrainedConfig) -> str:
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
-    values = json.dumps(text.to_dict(), default=str)
+    values = json.dumps({**text.to_dict(), "_name_or_path": ""}, default=str)
     if values not in _FAULTS:
         _FAULTS[values] = _fault(text)
     return _FAULTS[values]

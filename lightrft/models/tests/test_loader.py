@@ -12,7 +12,7 @@ from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models import loader
-from lightrft.models.config_json import check_context
+from lightrft.models.config_json import check_context, read_config
 from lightrft.models.loader import load_actor, load_critic, load_reward_model
 from lightrft.models.reward_model import RewardHead
 from lightrft.models.tokenizer import load_tokenizer
@@ -30,6 +30,17 @@ def path(tmp_path_factory):
 @pytest.fixture
 def broken(path, tmp_path):
     return shutil.copytree(path, tmp_path / "copy")
+
+
+def test_a_config_is_parsed_anew_only_when_its_file_changes(path, broken):
+    """Nobody changes the config that another reads, nor what its file says later."""
+    read_config(str(path)).vocab_size = 7
+    assert read_config(str(path)).vocab_size == tiny.config().vocab_size
+    values = json.loads((broken / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    before = read_config(str(broken))
+    (broken / "config.json").write_text(json.dumps(values))
+    assert (before.rms_norm_eps, read_config(str(broken)).rms_norm_eps) == (tiny.config().rms_norm_eps, 0.5)
+    assert read_config(str(broken)).name_or_path == str(broken)
 
 
 # -- actor ------------------------------------------------------------------------------------------------------------

@@ -90,6 +90,13 @@ def test_a_family_without_a_small_copy_is_refused(monkeypatch):
     assert "KeyError" in packing_fault(small)
 
 
+def test_the_folder_of_a_config_does_not_count(monkeypatch):
+    """The model that a run exports is that which it has loaded."""
+    modality_of(tiny.config("qwen2", vocab_size=302), "somewhere")
+    monkeypatch.setattr(packing_check, "packing_gap", lambda config: {}["tried again"])
+    assert packing_fault(tiny.config("qwen2", vocab_size=302, name_or_path="elsewhere")) == ""
+
+
 def test_rounding_is_measured_in_the_code_of_the_family():
     """Not in the pack: positions that are wrong by one are no rounding, in a family that rounds coarsely either."""
     gap = packing_gap(AutoConfig.for_model("hrm_text"))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightrft.tests.support import runs
+from lightrft.utils import env
 from lightrft.utils.env import rare_garbage_collection
 
 
@@ -43,9 +44,10 @@ def test_a_step_leaves_no_tensors_to_the_collector(home, tmp_path, options):
 
 
 @pytest.fixture(name="thawed")
-def fixture_thawed():
+def fixture_thawed(monkeypatch):
     """The collector is that of a program that begins to train: no object is frozen."""
     thresholds = gc.get_threshold()
+    monkeypatch.setattr(env, "_open_freezes", 0)
     gc.set_threshold(700, 10, 10)
     gc.unfreeze()
     yield
