@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections import defaultdict
 from importlib import import_module
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
@@ -222,7 +223,18 @@ def test_an_import_of_a_name_that_is_another_one_here_says_so(home: str) -> None
             exec(f"from {module} import {name}")
 
 
-@pytest.mark.parametrize("home", [home for home in NAMES if not home.startswith("lightrft.")])
+@pytest.mark.parametrize("home", [home for home in NAMES if home.endswith("()")])
+def test_a_keyword_that_is_another_one_here_says_so(home: str) -> None:
+    owner = resolve_name(f"lightrft.{'strategy' if home.startswith('Strategy') else 'trainer'}.{home[:-2]}")
+    for name, ours in NAMES[home].items():
+        assert name not in signature(owner).parameters
+        with pytest.raises(TypeError, match=rf"\({name}=...\) is a keyword of LightRFT; here: {re.escape(ours)}$"):
+            owner(**{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        owner(nothing=1)
+
+
+@pytest.mark.parametrize("home", [home for home in NAMES if home[0].isupper() and not home.endswith("()")])
 def test_an_attribute_that_is_another_one_here_says_so(home: str) -> None:
     package = "lightrft.strategy" if home.startswith("Strategy") else "lightrft.trainer"
     classes = [resolve_name(f"{package}.{home}"), *([FakeStrategy()] if home == "StrategyBase" else [])]

@@ -1,6 +1,7 @@
 """Python names of LightRFT that are other ones here: what an import of one of them does or says."""
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# package or class there -> name -> what does its work here
+# package, class, or call with keywords there -> name -> what does its work here
 NAMES: dict[str, dict[str, str]] = {
     "lightrft.models": {
         "ScalarRewardModelVL": "lightrft.models.reward_model.RewardModel",
@@ -161,7 +162,36 @@ NAMES: dict[str, dict[str, str]] = {
     "StrategyConfig": {
         "get_extra_arg": "lightrft.strategy.get_strategy",
     },
+    "StrategyConfig()": {
+        "fsdp": "lightrft.config.schema.StrategyConfig.strategy",
+    },
+    "FastExperienceMaker()": {
+        "prompt_max_len": "lightrft.config.schema.Config, --prompt_max_len",
+        "kl_controller": "lightrft.trainer.controllers.KLController",
+        "packing_samples": "lightrft.types.Experience",
+        "processor": "lightrft.datasets.media_store.MediaStore",
+    },
 }
+for _home, _ours, _names in (
+    ("lightrft.datasets", "lightrft.datasets.pair_sources.PAIR_SOURCES, --train_data",
+     "HPDv3Handler HPDv3PairHandler HPDv3GRMHandler ImageGenCoTRewardHandler ImageRewardDBHandler "
+     "OmniRewardBenchT2IHandler OmniRewardBenchT2IPairHandler OmniRewardBenchT2IGRMHandler OmniRewardBenchT2VHandler "
+     "OmniRewardBenchT2AHandler RapidataT2VHandler RapidataI2VHandler VideoGenRewardBenchPairHandler AudioAlpacaHandler "
+     "GenAIBenchPairHandler GenAIBenchVideoPairHandler VideoDPOPairHandler RejectionSamplingT2VHandler"),
+    ("StrategyConfig()", "lightrft.config.schema.Config",
+     "seed max_norm micro_train_batch_size train_batch_size bf16 engine_type engine_tp_size enable_engine_sleep "
+     "actor_learning_rate critic_learning_rate adam_betas l2 lr_warmup_ratio critic_pretrain remote_rm_url pretrain_data "
+     "reward_running_norm reward_running_norm_minus_mean advantages_norm advantage_clip reward_clip "
+     "micro_rollout_batch_size n_samples_per_prompt overlong_buffer overlong_buffer_len overlong_buffer_penalty_factor "
+     "dynamic_sampling advantage_estimator use_kl_loss kl_estimator use_tensorboard"),
+    ("StrategyConfig()", "lightrft.strategy.get_strategy",
+     "grad_accum_dtype local_rank sp_size fused_linear_logprob dynamic_sampling_metric max_num_gen_batches "
+     "mixed_mm_data use_mp_opt plot_every extra_args"),
+    ("FastExperienceMaker()", "lightrft.trainer.logprob_pass.LogprobPass", "actor critic initial_model"),
+    ("FastExperienceMaker()", "lightrft.rewards.manager.RewardManager",
+     "reward_model remote_rm_url reward_fn reward_fn_label_map reward_recipe"),
+):  # yapf: disable
+    NAMES[_home].update(dict.fromkeys(_names.split(), _ours))
 
 # module there -> the module here, which an import of it reads
 MODULES = {
@@ -277,10 +307,25 @@ class Elsewhere:
 
 
 def answers_names(cls: type[T]) -> type[T]:
-    """Let ``cls`` answer the attributes of the class of its name in LightRFT that are other ones here."""
+    """Let ``cls`` answer the attributes and keywords of the class of its name in LightRFT that are other ones here."""
     for name, ours in NAMES[cls.__name__].items():
         setattr(cls, name, Elsewhere(name, ours))
+    if keywords := NAMES.get(f"{cls.__name__}()"):
+        setattr(cls, "__init__", _answers_keywords(cls.__name__, vars(cls)["__init__"], keywords))
     return cls
+
+
+def _answers_keywords(owner: str, init: Callable[..., None], theirs: dict[str, str]) -> Callable[..., None]:
+    """Return ``init``, which refuses the keywords ``theirs`` with the name of ours."""
+
+    @wraps(init)
+    def answer(self: object, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name in theirs:
+                raise TypeError(f"{owner}({name}=...) is a keyword of LightRFT; here: {theirs[name]}")
+        init(self, *args, **keywords)
+
+    return answer
 
 
 class ModuleHere(SourceFileLoader):
