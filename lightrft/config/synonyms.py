@@ -28,11 +28,11 @@ def in_own_flags(words: Sequence[str], tree: type) -> list[str]:
 
 
 def _joined(words: Sequence[str], known: Mapping[str, str]) -> list[str]:
-    """Join each of the ``known`` flags with true or false, if that follows it."""
+    """Join each of the ``known`` flags with true, false or 0, if that follows it."""
     joined: list[str] = []
     for word in words:
         flag = joined[-1] if joined else ""
-        if word.lower() in BOOLEANS and "=" not in flag and _name(flag) in known:
+        if (word.lower() in BOOLEANS or _is_zero(word)) and "=" not in flag and _name(flag) in known:
             joined[-1] = f"{flag}={word}"
         else:
             joined.append(word)
@@ -46,18 +46,23 @@ def _name(word: str) -> str:
     return flag[1].replace(".", "_") if flag else ""
 
 
+def _is_zero(value: str) -> bool:
+    return re.fullmatch(r"0+(\.0*)?", value) is not None
+
+
 def _own_flags(word: str, known: Mapping[str, str], written: Collection[str]) -> list[str]:
-    """Return the flags that ``word`` stands for; the last one takes its value, unless it has one. False turns off
-    the switches that the word implies, and means no more than the default where the last one has a value."""
+    """Return the flags that ``word`` stands for; the last one takes its value, unless it has one. False and 0 turn off
+    the switches that the word implies, and mean no more than the default where the last one has a value."""
     if _name(word) not in known:
         return [word]
     *implied, last = known[_name(word)].split()
     flag, equals, value = word.partition("=")
-    off = BOOLEANS.get(value.lower()) is False
+    zero = _is_zero(value)
+    off = zero or BOOLEANS.get(value.lower()) is False
     if off and "=" in last:
         get_logger().info("%s has no effect: it asks for the default", word)
         return []
-    names = [part.partition("?")[0] for part in implied if _is_implied(part, written)]
+    names = [part.partition("?")[0] for part in implied if _is_implied(part, written) and not (zero and "=" in part)]
     flags = [f"--no_{name}" if off and "=" not in name else f"--{name}" for name in names] + [f"--{last}"]
     get_logger().info("%s is read as %s", flag, re.sub(r"\+?=", " ", " ".join(flags), count=len(flags)))
     return [*flags[:-1], flags[-1] if "=" in last else f"{flags[-1]}{equals}{value}"]

@@ -26,8 +26,9 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     Hidden files and folders are left out: names that begin with a full stop, ``_`` or ``~``.
 
     Raises:
-        DataError: there is none, a file names two splits, or files may hold the same rows: they have several formats,
-            or one is a copy of another, or their names count shards differently. Or a shard is absent.
+        DataError: there is none, a file names two splits, several folders have the split, or files may hold the same
+            rows: they have several formats, or one is a copy of another, or their names count shards differently. Or
+            a shard is absent.
     """
     files = _visible(folder)
     chosen = [file for file in files if split in _names(file.relative_to(folder))]
@@ -39,6 +40,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         _check_one_split(file.relative_to(folder), folder)
     _check_formats(chosen, folder)
     _check_copies(chosen, folder)
+    _check_configurations([file.relative_to(folder) for file in chosen], folder, split)
     _check_shards(chosen, folder)
     return chosen
 
@@ -112,6 +114,20 @@ def _check_copies(files: list[Path], folder: Path) -> None:
         if first.stat().st_size and first.read_bytes() == second.read_bytes():
             raise DataError(f"{folder}: {_listed((first, second), folder)} are the same bytes, so every row would be "
                             f"there twice. Remove one of them. {_CHOICE}")
+
+
+def _check_configurations(paths: list[Path], folder: Path, split: str) -> None:
+    """Refuse several folders that each have the split: the configurations of a clone from the hub."""
+    folders = sorted({_configuration(path, split) for path in paths} - {Path()})
+    if len(folders) > 1:
+        raise DataError(f"{folder}: several folders have the split {split!r}: {', '.join(map(str, folders))}. They are "
+                        f"configurations of a data set. Name the one that you want: {folder}@{folders[0]}")
+
+
+def _configuration(path: Path, split: str) -> Path:
+    """Return the folders of a file of the split, down to that which the split is named after."""
+    above = path.parts[:-1]
+    return Path(*above[:above.index(split)]) if split in above else path.parent
 
 
 def check_rows(parts: Mapping[Path, list[Row]], folder: Path) -> None:

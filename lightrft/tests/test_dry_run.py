@@ -154,6 +154,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "sft": MODEL | {"few rows": (written(PAIRS[:1], "train_data", chosen_key="chosen"), "")},
     "kd": {"frozen tower": MODEL["frozen tower"], "teacher": (given(teacher_model="home:foreign"), "tokens are not"),
+           "no model": (given(teacher_model="nosuch_dir"), "cannot load a model from 'nosuch_dir'"),
            "top k": (given(kd_top_k=1000), "the models have 260 logits")},
     "dpo": MODEL | {"no model": (given(pretrain="nosuch_dir"), "cannot load .*'nosuch_dir'"),
                     "reference": (given(ref_pretrain="home:foreign"), "its tokens are not"),

@@ -31,6 +31,7 @@ def check_inputs(option: str, path: str, policy: str, tokenizer: PreTrainedToken
     Raises:
         UserError: it numbers its tokens otherwise, or has no logit for one of them; or of :func:`check_media`.
     """
+    width = logit_count(path)  # before its tokenizer: a path without a model is named as such, as a plan names it
     own, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
     remedy = f"Take a model of the same family as --pretrain {policy}"
     differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
@@ -39,7 +40,7 @@ def check_inputs(option: str, path: str, policy: str, tokenizer: PreTrainedToken
             f"--{option} {path}: {len(differ)} of its tokens are not those of the trained model (the first: "
             f"{differ[0]!r}; vocabularies of {len(theirs)} and {len(own)}), so their distributions cannot "
             f"be compared. {remedy}")
-    width, needed = logit_count(path), min(max(own.values()) + 1, logit_count(policy))
+    needed = min(max(own.values()) + 1, logit_count(policy))
     if width < needed:  # more tokens than the policy has logits may be in a tokenizer: text models of Gemma-3
         raise UserError(f"--{option} {path}: it has {width} logits, and the vocabulary needs {needed}. {remedy}, with "
                         "logits for all tokens")

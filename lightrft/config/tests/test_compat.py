@@ -143,6 +143,14 @@ def test_the_nll_of_trl_is_a_mean_over_tokens(words: str) -> None:
         convert_options({"rpo_alpha": 0.5}, DPOConfig)
 
 
+@pytest.mark.parametrize("words", ["--rpo_alpha 0", "--cpo_alpha=0.0", "--rpo_alpha 0 --beta 0.1"])
+def test_a_weight_of_nothing_asks_for_no_mean_of_it(words: str) -> None:
+    config = parse_config(["--pretrain", "m", "--train_data", "d", *words.split()], tree=DPOConfig).config
+    assert config.preference == DPOConfig().preference
+    with_engines = parse_config(["--vllm_num_engines", "0"]).config.rollout
+    assert with_engines.engine_type == Config().rollout.engine_type
+
+
 def test_the_page_for_newcomers_and_the_answers_agree() -> None:
     page = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text(encoding="utf-8")
     tables = page.split("## TRL")[1].split("## Differences")[0]

@@ -88,6 +88,17 @@ def test_shards_and_empty_files_are_no_copies(tmp_path):
     assert len(prompts(tmp_path)) == 3
 
 
+def test_a_configuration_of_a_clone_has_to_be_named(tmp_path):
+    clone, parts = tmp_path / "gsm8k", tmp_path / "parts"
+    write(clone, "main/train-00000-of-00001.jsonl", "socratic/train-00000-of-00001.jsonl", "main/test.jsonl")
+    with pytest.raises(DataError, match=r"several folders have the split 'train': main, socratic.*gsm8k@main$"):
+        load_rows(str(clone))
+    assert prompts(f"{clone}@socratic") == ["socratic/train-00000-of-00001.jsonl"]
+    assert prompts(clone, "test") == ["main/test.jsonl"]
+    write(parts, "train/a/1.jsonl", "train/b/1.jsonl")
+    assert len(prompts(parts)) == 2, "folders of one split"
+
+
 def test_packed_files_are_not_passed_over(tmp_path):
     write(tmp_path, "train.jsonl.gz", "test.jsonl")
     with pytest.raises(DataError, match="train.jsonl.gz: unknown kind of file '.gz'.*Unpack it"):
