@@ -176,12 +176,12 @@ for _home, _ours, _names in (
     ("lightrft.datasets", "lightrft.datasets.pair_sources.PAIR_SOURCES, --train_data",
      "HPDv3Handler HPDv3PairHandler HPDv3GRMHandler ImageGenCoTRewardHandler ImageRewardDBHandler "
      "OmniRewardBenchT2IHandler OmniRewardBenchT2IPairHandler OmniRewardBenchT2IGRMHandler OmniRewardBenchT2VHandler "
-     "OmniRewardBenchT2AHandler RapidataT2VHandler RapidataI2VHandler VideoGenRewardBenchPairHandler AudioAlpacaHandler "
-     "GenAIBenchPairHandler GenAIBenchVideoPairHandler VideoDPOPairHandler RejectionSamplingT2VHandler"),
+     "OmniRewardBenchT2AHandler RapidataT2VHandler RapidataI2VHandler VideoGenRewardBenchPairHandler "
+     "AudioAlpacaHandler GenAIBenchPairHandler GenAIBenchVideoPairHandler VideoDPOPairHandler RejectionSamplingT2VHandler"),
     ("StrategyConfig()", "lightrft.config.schema.Config",
      "seed max_norm micro_train_batch_size train_batch_size bf16 engine_type engine_tp_size enable_engine_sleep "
-     "actor_learning_rate critic_learning_rate adam_betas l2 lr_warmup_ratio critic_pretrain remote_rm_url pretrain_data "
-     "reward_running_norm reward_running_norm_minus_mean advantages_norm advantage_clip reward_clip "
+     "actor_learning_rate critic_learning_rate adam_betas l2 lr_warmup_ratio critic_pretrain remote_rm_url "
+     "pretrain_data reward_running_norm reward_running_norm_minus_mean advantages_norm advantage_clip reward_clip "
      "micro_rollout_batch_size n_samples_per_prompt overlong_buffer overlong_buffer_len overlong_buffer_penalty_factor "
      "dynamic_sampling advantage_estimator use_kl_loss kl_estimator use_tensorboard"),
     ("StrategyConfig()", "lightrft.strategy.get_strategy",
