@@ -175,9 +175,10 @@ NAMES: dict[str, dict[str, str]] = {
 for _home, _ours, _names in (
     ("lightrft.datasets", "lightrft.datasets.pair_sources.PAIR_SOURCES, --train_data",
      "HPDv3Handler HPDv3PairHandler HPDv3GRMHandler ImageGenCoTRewardHandler ImageRewardDBHandler "
-     "OmniRewardBenchT2IHandler OmniRewardBenchT2IPairHandler OmniRewardBenchT2IGRMHandler OmniRewardBenchT2VHandler "
-     "OmniRewardBenchT2AHandler RapidataT2VHandler RapidataI2VHandler VideoGenRewardBenchPairHandler "
-     "AudioAlpacaHandler GenAIBenchPairHandler GenAIBenchVideoPairHandler VideoDPOPairHandler RejectionSamplingT2VHandler"),
+     "OmniRewardBenchT2IHandler OmniRewardBenchT2IPairHandler OmniRewardBenchT2IGRMHandler "
+     "OmniRewardBenchT2VHandler OmniRewardBenchT2AHandler RapidataT2VHandler RapidataI2VHandler "
+     "VideoGenRewardBenchPairHandler AudioAlpacaHandler GenAIBenchPairHandler GenAIBenchVideoPairHandler "
+     "VideoDPOPairHandler RejectionSamplingT2VHandler"),
     ("StrategyConfig()", "lightrft.config.schema.Config",
      "seed max_norm micro_train_batch_size train_batch_size bf16 engine_type engine_tp_size enable_engine_sleep "
      "actor_learning_rate critic_learning_rate adam_betas l2 lr_warmup_ratio critic_pretrain remote_rm_url "
