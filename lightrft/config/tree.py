@@ -64,8 +64,11 @@ def _read_options(cls: type, group: str, free: bool) -> tuple[tuple[str, Option]
 
 def groups(tree: type) -> dict[str, type]:
     """Map the field names of a tree (such as ``Config``) to the dataclasses of its groups, extensions included."""
-    hints = get_type_hints(tree)
+    hints = _hints(tree)
     return {spec.name: extended(hints[spec.name]) for spec in fields(tree)}
+
+
+_hints = cache(get_type_hints)  # of a tree; they are asked for many times per run
 
 
 def options(tree: Any) -> dict[str, Option]:
@@ -75,11 +78,18 @@ def options(tree: Any) -> dict[str, Option]:
         ConfigError: two groups have an option of the same name or flag, or an extension needs an option that the tree
             does not have.
     """
-    found: dict[str, Option] = {}
     instance = not isinstance(tree, type)
     classes = {name: type(part) for name, part in vars(tree).items()} if instance else groups(tree)
-    for spec in fields(tree):
-        for name, option in group_options(classes[spec.name], spec.name, spec.metadata.get("free", False)).items():
+    parts = ((classes[spec.name], spec.name, spec.metadata.get("free", False)) for spec in fields(tree))
+    return dict(_options_of(*parts))
+
+
+@cache
+def _options_of(*parts: tuple[type, str, bool]) -> dict[str, Option]:
+    """Collect the options of ``parts``, the arguments of :func:`group_options`; see :func:`options`."""
+    found: dict[str, Option] = {}
+    for part in parts:
+        for name, option in group_options(*part).items():
             if name in found:
                 raise ConfigError(f"--{name} is declared twice, by {found[name].owner} and {option.owner}; rename one "
                                   "of them")
