@@ -1,5 +1,4 @@
 """Run by test_deepspeed_strategy under torchrun: what DeepSpeed's options do, and what it must not do, on two ranks."""
-import gc
 import json
 import sys
 from typing import Any
@@ -11,7 +10,7 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.optimizer import OptimSpec
-from lightrft.tests.support.strategy_case import Case, assert_same
+from lightrft.tests.support.strategy_case import Case, assert_same, freeze_imports
 from lightrft.tests.support.tiny_lm import TinyLM, share
 
 HERE = "."  # no check here writes
@@ -31,8 +30,8 @@ class Halves(nn.Module):
 
 def case_of(bf16: bool = False, **options) -> Case:
     """A strategy whose buffers and persistent parameters are as small as the models here."""
-    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
     cfg = StrategyConfig(strategy="deepspeed", **options)
+    freeze_imports(cfg)
     strategy = DeepspeedStrategy(cfg, bf16, Sizes(reduce=3000, persist=0))
     strategy.setup()
     return Case(strategy, HERE)

@@ -1,6 +1,5 @@
 """A model that sees and one that hears, trained under every strategy on text, on media and on both; started by
 test_media_strategies in its process or by torchrun. The reference is one process with all micro-batches."""
-import gc
 import json
 import sys
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from lightrft.tests.support.media_runs import picture
 from lightrft.tests.support.tiny_vision import FAMILIES, PICTURE
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.tiny_vision import SOUNDS
-from lightrft.tests.support.strategy_case import Case, assert_same, whole_gradients
+from lightrft.tests.support.strategy_case import Case, assert_same, freeze_imports, whole_gradients
 from lightrft.trainer.model_media import connect_media, open_media
 
 DATA = {"text": [(1, ), (1, 1)], "media": [(0, 3), (2, )], "mixed": [(0, 1, 2), (1, )]}  # rows of micro-batches
@@ -306,7 +305,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                                                                                                    MediaRig]) -> None:
     """All checks for one strategy; for tiles and sounds those that a tower of another form could change. On one rank
     FSDP and ZeRO do what they do on two, but for the collectives: they are compared on each kind of data there."""
-    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
+    freeze_imports(cfg)
     strategy = get_strategy(cfg)
     if sizes is not None:
         setattr(strategy, "sizes" if isinstance(sizes, Sizes) else "wrap", sizes)

@@ -1,5 +1,4 @@
 """Checks that every strategy passes on any number of ranks; test_conformance.py starts them, here or by torchrun."""
-import gc
 import json
 import resource
 import sys
@@ -19,7 +18,8 @@ from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
 from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
 from lightrft.tests.support.recomputed_gradients import recomputed_gradients_are_the_same
-from lightrft.tests.support.strategy_case import Case, assert_same, communicates_at_the_end, whole_gradients
+from lightrft.tests.support.strategy_case import (Case, assert_same, communicates_at_the_end, freeze_imports,
+                                                  whole_gradients)
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
 from lightrft.tests.support.unread_weights import unread_weights_stay
 
@@ -353,7 +353,7 @@ def variants(world_size: int) -> dict[str, Variant]:
 
 def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path) -> None:
     """All checks for one strategy."""
-    gc.freeze()  # DeepSpeed looks for garbage again and again; in what is imported there is none
+    freeze_imports(cfg)
     strategy = get_strategy(cfg)
     if isinstance(sizes, Sizes):
         strategy.sizes = sizes
