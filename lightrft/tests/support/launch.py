@@ -33,7 +33,7 @@ _PRELOAD = [
     "matplotlib.figure", "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2",
     "lightrft.cli.train", "lightrft.models.lora", "lightrft.preflight.checks.run_plan", "lightrft.preflight.report",
     "lightrft.rollout.hf.engine", "lightrft.strategy.strategy", "lightrft.strategy.fsdp", "lightrft.trainer.session",
-    "lightrft.trainer.spmd_ppo_trainer"
+    "lightrft.trainer.spmd_ppo_trainer", "lightrft.tests.support.warmed"
 ]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
