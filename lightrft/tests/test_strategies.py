@@ -5,9 +5,11 @@ import pytest
 
 from lightrft.tests.support import runs, strategy_ranks, tiny
 from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.runs import no_picture
 
 no_picture = no_picture  # the module draws no curve
+pytestmark = needs_deepspeed
 
 
 @pytest.fixture(scope="module")

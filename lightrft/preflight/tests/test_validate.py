@@ -18,11 +18,17 @@ from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.sft_schema import KDConfig, SFTConfig
 from lightrft.config.tree import build, options
-from lightrft.preflight import paths, shared_rules
+from lightrft.preflight import engine_rules, paths, shared_rules
 from lightrft.preflight.base import preflight
 from lightrft.preflight.validate import validate, warnings
 from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL
 from lightrft.tests.support.option_values import every_option
+
+
+@pytest.fixture(autouse=True)
+def _every_package_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rules in (engine_rules, shared_rules):
+        monkeypatch.setattr(rules, "find_spec", without("nothing"))
 
 
 def problems(world_size: int = 2, **values: Any) -> list[str]:

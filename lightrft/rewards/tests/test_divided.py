@@ -7,9 +7,11 @@ import pytest
 from lightrft.rewards.base import RewardInput
 from lightrft.tests.support import divided_rewards, runs
 from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.scorers import plain, save_judge
 
 
+@needs_deepspeed
 @pytest.mark.dist
 def test_fsdp_and_zero_score_as_whole_models_do(scorers, judge, tmp_path):
     """Each rank holds half of a scalar model, a process reward model and a judge; with another number of responses on

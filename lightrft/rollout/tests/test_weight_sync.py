@@ -14,6 +14,7 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import tiny, weight_sync_ranks as ranks
 from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.utils import watchdog
 
 
@@ -96,6 +97,6 @@ def test_unknown_engine(folder):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed", marks=needs_deepspeed)])
 def test_two_ranks_generate_what_one_process_does(folder, strategy):
     torchrun(ranks.__name__, folder, strategy)

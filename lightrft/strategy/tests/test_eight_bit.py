@@ -13,10 +13,12 @@ from lightrft.strategy import optimizer as adam
 from lightrft.strategy.optimizer import (block_size, decode_moment, encode_moment, LocalAdamW, OptimSpec, SIGNED)
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.fake_cuda import fake_cuda
+from lightrft.tests.support.packages import needs_bitsandbytes
 from lightrft.tests.support.strategy_case import Case
 from lightrft.tests.support.tiny_lm import SPEC
 
 
+@needs_bitsandbytes
 @pytest.mark.parametrize("key", SIGNED)
 def test_each_value_becomes_the_nearest_of_its_block(key: str) -> None:
     """Compared with a search over all 256 values; blocks of rows have scales of their own."""
@@ -33,6 +35,7 @@ def test_each_value_becomes_the_nearest_of_its_block(key: str) -> None:
     assert (off.nan_to_num() <= nearest + 1e-4).all() and not decode_moment(key, codes, scales)[2].any()
 
 
+@needs_bitsandbytes
 def test_rows_are_encoded_the_same_on_any_number_of_ranks() -> None:
     moment = torch.randn(7, 192, generator=torch.Generator().manual_seed(0))
     size = block_size(moment.shape)
@@ -62,6 +65,7 @@ def trained(spec: OptimSpec, steps: int) -> tuple[list[float], LocalAdamW]:
     return errors, optimizer
 
 
+@needs_bitsandbytes
 def test_it_learns_like_float32_with_a_quarter_of_the_state() -> None:
     spec = OptimSpec(lr=0.02)
     exact, plain = trained(spec, 150)
@@ -71,6 +75,7 @@ def test_it_learns_like_float32_with_a_quarter_of_the_state() -> None:
     assert held[optimizer] < 0.27 * held[plain]
 
 
+@needs_bitsandbytes
 def test_host_memory_and_parts_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes and scales of parts of another size, and with the moments in host memory, are the same."""
     states = []
@@ -105,6 +110,7 @@ def test_moments_rest_where_the_options_say(offloaded: bool, device: str) -> Non
 @pytest.mark.parametrize("tree, data", [(Config, "prompt_data"), (SFTConfig, "train_data")])
 def test_a_missing_package_is_named_before_the_run(tree, data, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build(tree, {"pretrain": "org/model", data: ["org/data"], "optim": "adamw_8bit"})
+    monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", lambda name: name)
     validate(config, 2)
     monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", lambda name: None)
     validate(config, 2, planned=True)

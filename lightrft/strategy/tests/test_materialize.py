@@ -13,12 +13,14 @@ import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import model_folders
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.warm import warm_environ, warm_python
 
 ROOT = Path(__file__).parents[3]
 BENCHMARK = ROOT / "benchmarks" / "load_memory.py"
 
 
+@needs_deepspeed
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_read_what_a_whole_model_has(tmp_path: Path) -> None:

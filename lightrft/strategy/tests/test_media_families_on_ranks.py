@@ -5,10 +5,12 @@ import pytest
 
 from lightrft.tests.support import media_families_on_ranks as program, tiny_vision
 from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.packages import needs_deepspeed
 
 pytest.importorskip("torchvision")
 
 
+@needs_deepspeed
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ranks_that_differ_have_the_gradients_of_one_process(tmp_path) -> None:

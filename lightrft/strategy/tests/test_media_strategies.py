@@ -5,6 +5,7 @@ import pytest
 
 from lightrft.tests.support import media_strategies
 from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.packages import needs_deepspeed
 
 pytest.importorskip("torchvision")
 
@@ -18,6 +19,7 @@ def fixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@needs_deepspeed
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(520)

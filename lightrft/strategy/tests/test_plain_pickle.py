@@ -18,6 +18,7 @@ from lightrft.strategy.checkpoint_folders import complete
 from lightrft.strategy.foreign_checkpoints import open_checkpoint
 from lightrft.strategy.plain_pickle import load_plain, load_state, loads_are_plain, PlainUnpickler
 from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.payload import Payload
 from lightrft.utils.errors import UserError
 
@@ -114,7 +115,7 @@ def test_no_file_of_a_checkpoint_of_ours_runs(name, tmp_path, ran):
 
 
 def test_no_file_of_another_program_runs(tmp_path, ran):
-    """A DCP folder, and the states of DeepSpeed's models and optimizers."""
+    """A DCP folder, and the states of DeepSpeed's models."""
     dcp.save(TENSORS, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert open_checkpoint(tmp_path / "dcp").read(["a.weight"])["a.weight"].equal(TENSORS["a.weight"])
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload(ran)))
@@ -124,9 +125,14 @@ def test_no_file_of_another_program_runs(tmp_path, ran):
     states.parent.mkdir(parents=True)
     torch.save({"module": TENSORS | {"bad": Payload(ran)}, "args": Payload(ran)}, states)
     assert open_checkpoint(states.parent).names == [*TENSORS]
-    torch.save({"optimizer_state_dict": Payload(ran)}, states.with_name("zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+
+
+@needs_deepspeed
+def test_no_state_of_an_optimizer_of_deepspeed_runs(tmp_path, ran):
+    torch.save({"module": TENSORS}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": Payload(ran)}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(UserError, match="cannot be read"):
-        open_checkpoint(states.parent)
+        open_checkpoint(tmp_path)
 
 
 def test_tensors_of_a_dcp_folder_cannot_turn_into_pickles(tmp_path, ran):

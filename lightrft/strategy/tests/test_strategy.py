@@ -22,14 +22,15 @@ from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fsdp import FSDPV2Strategy
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 from lightrft.utils.env import set_threads
 
 
-@pytest.mark.parametrize("name, world_size, expected", [("auto", None, FakeStrategy), ("auto", "1", FakeStrategy),
-                                                        ("auto", "2", FSDPV2Strategy), ("fsdp", None, FSDPV2Strategy),
-                                                        ("single", None, FakeStrategy),
-                                                        ("deepspeed", "2", DeepspeedStrategy)])
+@pytest.mark.parametrize("name, world_size, expected",
+                         [("auto", None, FakeStrategy), ("auto", "1", FakeStrategy), ("auto", "2", FSDPV2Strategy),
+                          ("fsdp", None, FSDPV2Strategy), ("single", None, FakeStrategy),
+                          pytest.param("deepspeed", "2", DeepspeedStrategy, marks=needs_deepspeed)])
 def test_choice(name, world_size, expected, monkeypatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size:

@@ -12,10 +12,12 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy.base import Prepared
 from lightrft.strategy.deepspeed import deepspeed_strategy
 from lightrft.strategy.memory import gathered_weights, ModelSize
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.tiny_lm import TinyLM
 from lightrft.tests.support.warm import warm_environ, warm_python
 
 
+@needs_deepspeed
 @pytest.mark.dist
 @pytest.mark.slow
 def test_what_the_options_do(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.preference import pair_loss
 from lightrft.tests.support import reward_model_runs, runs
 from lightrft.tests.support.launch import torchrun
+from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.preference_runs import exported, metrics
 from lightrft.tests.support.reward_model_runs import alone, config_of, PACK, trainer_of
 from lightrft.trainer.offline.rm_trainer import RMTrainer
@@ -127,7 +128,7 @@ def test_resumed_is_straight(base, straight, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed --zero_stage 3"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed --zero_stage 3", marks=needs_deepspeed)])
 def test_two_ranks_are_one_rank(base, straight, tmp_path, strategy):
     """One pair per forward pass, so that a rank has empty micro-batches too."""
     data = base / "pairs.jsonl"
