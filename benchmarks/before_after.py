@@ -13,9 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from tempfile import TemporaryDirectory
 
 import peers
@@ -24,25 +25,36 @@ from same_numbers import checkout
 
 Seconds = dict[str, float]  # "cpu_s" and "tokens" of the measured steps
 STEPS, ROWS, PROMPT = 10, 64, 128  # of the command; memory and prompt of the engine, as in hf_engine.py
+PROMPTS = {"quickstart": 16, "hidden 256": 4}  # of the engine, times 8 samples
 
 
-def peer(side: str, case: str, tree: Path, home: Path) -> Seconds:
-    """Measure a case of peers.py."""
+def peer(side: str, case: str, tree: Path, home: Path) -> Iterator[Seconds]:
+    """Measure a case of peers.py again and again."""
     folder, data = home / peers.CASES[case].model, home / "data" / "train.parquet"
-    return child(tree, [f"{tree}/benchmarks/peers.py", "--child", side, case, str(folder), str(data)])
+    while True:
+        yield child(tree, [f"{tree}/benchmarks/peers.py", "--child", side, case, str(folder), str(data)])
 
 
-def engine(model: str, lengths: str, tree: Path, home: Path) -> Seconds:
-    """Measure a case of hf_engine.py."""
-    return child(tree, [__file__, "--engine", model, lengths])
+def engine(model: str, lengths: str, tree: Path, home: Path) -> Iterator[Seconds]:
+    """Measure a case of hf_engine.py again and again, in one process that waits in between."""
+    command = [sys.executable, "-W", "ignore", __file__, "--engine", model, lengths]
+    with subprocess.Popen(command, env=environ(tree), stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        try:
+            while True:
+                print(file=process.stdin, flush=True)
+                yield json.loads(process.stdout.readline())
+        finally:
+            process.stdin.close()
 
 
-def trainer(ranks: int, tree: Path, home: Path) -> Seconds:
-    """Measure the trainer of bare_loop.py."""
-    return child(tree, [__file__, "--trainer", str(ranks), str(home)])
+def trainer(ranks: int, tree: Path, home: Path) -> Iterator[Seconds]:
+    """Measure the command of bare_loop.py again and again."""
+    while True:
+        yield child(tree, [__file__, "--trainer", str(ranks), str(home)])
 
 
-CASES: dict[str, Callable[[Path, Path], Seconds]] = {
+CASES: dict[str, Callable[[Path, Path], Iterator[Seconds]]] = {
     "equal": partial(peer, "lightrft", "equal"),
     "equal, default": partial(peer, "lightrft, default", "equal"),
     "ragged": partial(peer, "lightrft", "ragged"),
@@ -55,18 +67,22 @@ CASES: dict[str, Callable[[Path, Path], Seconds]] = {
 }  # yapf: disable
 
 
+def environ(tree: Path) -> dict[str, str]:
+    """Return the environment in which Python imports ``tree``."""
+    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                         "HF_HUB_OFFLINE": "1"}  # yapf: disable
+
+
 def child(tree: Path, words: list[str]) -> Seconds:
     """Run Python on ``tree``; return the JSON of its last line."""
-    environ = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                            "HF_HUB_OFFLINE": "1"}  # yapf: disable
-    done = subprocess.run([sys.executable, "-W", "ignore", *words], env=environ, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", *words], env=environ(tree), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(words)} on {tree} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_engine(model: str, lengths: str) -> Seconds:
-    """Run the HF engine of the tree that is imported, in this process."""
+def measure_engine(model: str, lengths: str) -> None:
+    """Run the HF engine of the tree that is imported once per line of the standard input; print what it took."""
     import hf_engine
     import torch
     torch.set_num_threads(1)
@@ -75,18 +91,18 @@ def measure_engine(model: str, lengths: str) -> Seconds:
     kv_bytes = ROWS * (PROMPT + new - 1) * 2 * 4 * size["num_hidden_layers"] * size["hidden_size"]
     policy, requests = hf_engine.counting_model(size), hf_engine.random_prompts(PROMPT)
     hf_engine.run_engine(policy, requests[:2], kv_bytes, 4, end)  # warm up
-    start = time.process_time()
-    tokens = sum(hf_engine.run_engine(policy, requests[:hf_engine.PROMPTS[model]], kv_bytes, new, end))
-    return {"cpu_s": time.process_time() - start, "tokens": tokens}
+    for _ in sys.stdin:
+        start = time.process_time()
+        tokens = sum(hf_engine.run_engine(policy, requests[:PROMPTS[model]], kv_bytes, new, end))
+        print(json.dumps({"cpu_s": time.process_time() - start, "tokens": tokens}), flush=True)
 
 
-def measure_trainer(ranks: str, home: str) -> Seconds:
+def measure_trainer(ranks: str, home: str) -> None:
     """Run the command of bare_loop.py on the tree that is imported."""
     model, data = f"{home}/sft/hf", f"{home}/data/train.parquet"
     lines = trainer_metrics(model, data, STEPS + 1, int(ranks), [__file__, "--run"], FLAGS)
-    return {
-        "cpu_s": lines[-1]["cpu_s"] - lines[0]["cpu_s"], "tokens": sum(line["rollout/tokens"] for line in lines[1:])
-    }
+    tokens = sum(line["rollout/tokens"] for line in lines[1:])
+    print(json.dumps({"cpu_s": lines[-1]["cpu_s"] - lines[0]["cpu_s"], "tokens": tokens}))
 
 
 def run_trainer(words: list[str]) -> None:
@@ -108,10 +124,11 @@ def run_trainer(words: list[str]) -> None:
 
 def compare(trees: dict[str, Path], home: Path, case: str, pairs: int) -> dict[str, list[Seconds]]:
     """Run both trees in turn, ``pairs`` times, the other one first each time; return the results of each."""
+    runs = {name: CASES[case](tree, home) for name, tree in trees.items()}
     results: dict[str, list[Seconds]] = {name: [] for name in trees}
     for pair in range(pairs):
         for name in sorted(trees, reverse=bool(pair % 2)):
-            results[name].append(CASES[case](trees[name], home))
+            results[name].append(next(runs[name]))
     return results
 
 
@@ -150,13 +167,11 @@ def report(args: argparse.Namespace, trees: dict[str, Path], home: Path) -> None
             args.out.write_text(json.dumps(results | {"runs": runs}, indent=1) + "\n")
 
 
-CHILDREN: dict[str, Callable[..., Seconds]] = {"--engine": measure_engine, "--trainer": measure_trainer}
+CHILDREN: dict[str, Callable[..., None]] = {"--engine": measure_engine, "--trainer": measure_trainer}
 
 if __name__ == "__main__":
     mode, *words = sys.argv[1:] or [""]
     if mode == "--run":
         run_trainer(words)
-    elif mode in CHILDREN:
-        print(json.dumps(CHILDREN[mode](*words)))
     else:
-        main()
+        CHILDREN.get(mode, lambda *words: main())(*words)
