@@ -22,6 +22,8 @@ def scores(part, reference, *answers):
 @pytest.mark.parametrize("part", ["exact", "math", "answer"])
 @pytest.mark.parametrize("case", ["reference_object", "reference_json_text", "extra_info_json_text"])
 def test_the_cases_of_the_field(part, case):
+    if part == "math":
+        pytest.importorskip("math_verify")
     records = to_records(load_rows(str(field.ROWS / f"{case}.jsonl")), DataConfig())
     for record in records[:2]:
         assert scores(part, record.reference, "Oslo", "Bergen") == [1, 0]
@@ -55,6 +57,7 @@ def test_plain_answers_that_look_like_json_stay_as_they_are(text):
 
 
 def test_an_interval_is_not_one_of_its_ends():
+    pytest.importorskip("math_verify")
     assert scores("math", "[1, 2]", "[1, 2]", "[1,2]", "1", "2", "[1, 3]") == [1, 1, 0, 0, 0]
     assert scores("math", '["1/2", "0.5"]', r"\frac{1}{2}", "0.50", "2") == [1, 1, 0]
     assert scores("choice", '["B", "C"]', "c", "A") == [1, 0]

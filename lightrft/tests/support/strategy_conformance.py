@@ -17,7 +17,6 @@ from lightrft.strategy.fsdp import FSDPV2Strategy, WrapPolicy, units
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
 from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
-from lightrft.tests.support.packages import HAS_BITSANDBYTES
 from lightrft.tests.support.recomputed_gradients import recomputed_gradients_are_the_same
 from lightrft.tests.support.strategy_case import (Case, assert_same, communicates_at_the_end, freeze_imports,
                                                   whole_gradients)
@@ -374,7 +373,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                 raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
         unread_weights_stay(case)
         recomputed_gradients_are_the_same(case)
-        if HAS_BITSANDBYTES and not isinstance(sizes, Sizes) and name not in BRIEF:
+        if not isinstance(sizes, Sizes) and name not in BRIEF:
             eight_bit_moments(case)
         low = Case(get_strategy(cfg, bf16=True), own)
         low.strategy.setup()
