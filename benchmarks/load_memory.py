@@ -24,7 +24,7 @@ from lightrft.config.schema import Config
 from lightrft.config.tree import build
 from lightrft.models.loader import load_actor
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.strategy.optimizer import full_shape
+from lightrft.strategy.sharding import full_shape
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.spmd_ppo_trainer import build_models, Models
 

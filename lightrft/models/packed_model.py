@@ -81,11 +81,11 @@ class PackedModel(nn.Module):
             tokens = index if tokens is None else index[tokens]
         return hidden if tokens is None else RowGather(tokens, len(hidden), hidden.device)(hidden)
 
-    def read(self, name: str, first: int, rows: int) -> Tensor:
-        """Return rows of the tensor ``name`` of this module from the files of the model."""
+    def read(self, name: str, at: tuple[slice, ...]) -> Tensor:
+        """Return the block ``at`` of the tensor ``name`` of this module from the files of the model."""
         if self.files is None:
             raise ValueError(f"{name}: the weights of this model are in no files")
-        return self.files.read(hf_name(name.removeprefix("model.")), first, rows)
+        return self.files.read(hf_name(name.removeprefix("model.")), at)
 
     @property
     def merges(self) -> bool:

@@ -26,12 +26,12 @@ class WeightFiles:
     def __init__(self, places: dict[str, Place]) -> None:
         self.places = places
 
-    def read(self, name: str, first: int, rows: int) -> Tensor:
-        """Return ``rows`` rows of a tensor from ``first`` on, in the type of the file. The file is mapped into memory
-        only while the result exists, so that what other tensors took does not count as this process' memory."""
+    def read(self, name: str, at: tuple[slice, ...]) -> Tensor:
+        """Return the block ``at`` of a tensor, in the type of the file. The file is mapped into memory only while the
+        result exists, so that what other tensors took does not count as this process' memory."""
         with safe_open(self.places[name].file, framework="pt") as opened:
             whole = opened.get_slice(self.places[name].key)
-            return whole[first:first + rows] if whole.get_shape() else opened.get_tensor(self.places[name].key)
+            return whole[at] if at else opened.get_tensor(self.places[name].key)
 
 
 class StandIns:

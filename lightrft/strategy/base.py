@@ -6,6 +6,7 @@ of one global loss), parameters have their Hugging Face names, and world size 1 
 import math
 from abc import ABC, abstractmethod
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from lightrft.strategy import export
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.host_buffers import HostBuffers
-from lightrft.strategy.optimizer import (LocalAdamW, OptimSpec, ParamSlice, clip, like, load, local, own_slice,
-                                         set_schedule_step, squared_norm)
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, clip, load, set_schedule_step, squared_norm
+from lightrft.strategy.sharding import count_shards, like, local, own_slice, ParamSlice
 from lightrft.utils.lightrft_names import answers_names
 
 ADAPTER_BUCKET_BYTES = 64 << 20
@@ -152,9 +153,9 @@ class StrategyBase(ABC):
         """Run the pass itself; strategies that synchronize gradients extend it."""
         loss.backward()
 
-    def _replicas(self, model: nn.Module) -> int:
-        """Number of ranks that hold the same part of ``model``."""
-        return 1
+    def _replicas(self, param: Tensor) -> int:
+        """Number of ranks that hold the same part of ``param``."""
+        return self.world_size // count_shards(param)
 
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
         """Clip to the global norm, step, advance the schedule, clear gradients; return the norm before clipping.
@@ -163,10 +164,10 @@ class StrategyBase(ABC):
         """
         optimizer = trained(prepared)
         optimizer.bind()
-        grads = list(optimizer.named_grads().values())
+        grads = optimizer.named_grads()
         norm = self._grad_norm(prepared, grads)
         if math.isfinite(norm):
-            clip(grads, norm, max_norm)
+            clip(list(grads.values()), norm, max_norm)
             self._update(prepared)
             prepared.refresh()
             prepared.scheduler.step()
@@ -177,9 +178,18 @@ class StrategyBase(ABC):
         """Run the step of the optimizer itself."""
         trained(prepared).step()
 
-    def _grad_norm(self, prepared: Prepared, grads: list[Tensor]) -> float:
+    def _square(self, prepared: Prepared, parts: dict[str, Tensor]) -> Tensor:
+        """This rank's share in the squared norm of tensors that are sharded as the parameters of their names are: what
+        several ranks hold counts once."""
+        owners, alike = trained(prepared).owners, defaultdict[int, list[Tensor]](list)
+        for name, part in parts.items():
+            alike[self._replicas(owners[name])].append(part)
+        squares = [squared_norm(some, self.device) / replicas for replicas, some in alike.items()]
+        return torch.stack(squares).sum() if squares else squared_norm([], self.device)
+
+    def _grad_norm(self, prepared: Prepared, grads: dict[str, Tensor]) -> float:
         """Norm of the whole gradient: one all-reduce, which also checks that no rank ran more micro-batches."""
-        square = squared_norm(grads, self.device) / self._replicas(prepared.model)
+        square = self._square(prepared, grads)
         backwards = trained(prepared).backwards
         count = torch.full_like(square, backwards)
         square, total, spread = self.all_reduce(torch.stack([square, count, count * count])).tolist()
@@ -201,10 +211,9 @@ class StrategyBase(ABC):
         optimizer.bind()
         return optimizer.named_grads()
 
-    def global_norm(self, prepared: Prepared, parts: list[Tensor]) -> float:
+    def global_norm(self, prepared: Prepared, parts: dict[str, Tensor]) -> float:
         """Norm over all ranks of tensors that are sharded as :meth:`gradients` are; a collective."""
-        square = squared_norm(parts, self.device) / self._replicas(prepared.model)
-        return math.sqrt(self.all_reduce(square).item())
+        return math.sqrt(self.all_reduce(self._square(prepared, parts)).item())
 
     # -- collectives --------------------------------------------------------------------------------------------------
     @abstractmethod

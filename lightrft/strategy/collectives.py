@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lightrft.strategy.optimizer import local
+from lightrft.strategy.sharding import local, row_axis, sharded_axes, shards
 from lightrft.utils.tensors import runs
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -101,17 +101,14 @@ class ObjectExchange:
 
 
 def buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """Consecutive tensors of one dtype whose full sizes together fit ``bucket_bytes`` (one that is larger goes
-    alone)."""
-    for _, alike in groupby(named, lambda one: one[1].dtype):
+    """Consecutive tensors of one dtype and one layout over the ranks whose full sizes together fit ``bucket_bytes``
+    (one that is larger goes alone)."""
+    for _, alike in groupby(named, lambda one: (one[1].dtype, _layout(one[1]))):
         yield from runs(alike, lambda one: one[1].numel() * one[1].element_size(), bucket_bytes)
 
 
-def shard_group(tensor: DTensor) -> Any:
-    """The process group whose ranks together hold ``tensor`` (the last axis of an FSDP mesh)."""
-    if tensor.placements[-1] != Shard(0):
-        raise ValueError(f"only tensors sharded along their first dimension can be gathered, not {tensor.placements}")
-    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+def _layout(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _padded(shard: Tensor, rows: int) -> Tensor:
@@ -121,18 +118,26 @@ def _padded(shard: Tensor, rows: int) -> Tensor:
 
 
 def gather_bucket(bucket: list[Named], device: torch.device) -> Iterator[Named]:
-    """Full tensors of ``bucket``, of one dtype and one mesh: one all-gather for all small ones; a large one is gathered
-    straight into its own memory, when its turn comes, because copying it twice costs more than a collective."""
+    """Full tensors of ``bucket``, of one dtype and one layout: one all-gather for all small ones; a large one is
+    gathered straight into its own memory, when its turn comes, because copying it twice costs more than a collective.
+    Those that are not divided by rows alone are gathered one by one."""
     first = bucket[0][1]
-    if not isinstance(first, DTensor) or shard_group(first).size() == 1:
-        for name, tensor in bucket:
-            yield name, local(tensor)
+    if not isinstance(first, DTensor) or not sharded_axes(first):
+        yield from ((name, local(tensor)) for name, tensor in bucket)
         return
     sharded = cast(list[tuple[str, DTensor]], bucket)  # as the first is
+    if row_axis(first) is None:
+        yield from ((name, _gather_blocks(tensor, device)) for name, tensor in sharded)
+        return
     small = [tensor for _, tensor in sharded if _is_small(tensor)]
     together = _gather_together(small, device) if len(small) > 1 else None
     for name, shard in sharded:
         yield name, next(together) if together and _is_small(shard) else _gather_alone(shard, device)
+
+
+def _row_group(tensor: DTensor) -> Any:
+    """The process group whose ranks together hold ``tensor``, divided by rows."""
+    return tensor.device_mesh.get_group(row_axis(tensor))
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -145,7 +150,7 @@ def _rows(tensor: DTensor, size: int) -> int:
 
 
 def _gather_alone(tensor: DTensor, device: torch.device) -> Tensor:
-    group = shard_group(tensor)
+    group = _row_group(tensor)
     rows = _rows(tensor, group.size())
     full = torch.empty(rows * group.size(), *tensor.shape[1:], dtype=tensor.dtype, device=device)
     ALL_GATHER(full.view(-1), _padded(local(tensor).to(device), rows), group=group)
@@ -153,7 +158,7 @@ def _gather_alone(tensor: DTensor, device: torch.device) -> Tensor:
 
 
 def _gather_together(tensors: list[DTensor], device: torch.device) -> Iterator[Tensor]:
-    group = shard_group(tensors[0])
+    group = _row_group(tensors[0])
     size = group.size()
     rows = [_rows(tensor, size) for tensor in tensors]
     mine = torch.cat([_padded(local(tensor).to(device), n) for tensor, n in zip(tensors, rows)])
@@ -164,3 +169,21 @@ def _gather_together(tensors: list[DTensor], device: torch.device) -> Iterator[T
         width = n * tensor.shape[1:].numel()
         yield full[:, offset:offset + width].reshape(n * size, *tensor.shape[1:])[:tensor.shape[0]]
         offset += width
+
+
+def _gather_blocks(tensor: DTensor, device: torch.device) -> Tensor:
+    """The whole of a tensor that is divided in any way: one all-gather per axis, then each block goes to its place."""
+    pieces, full = list(shards(tensor)), torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    sizes = [sum(full[block.whole].numel() for block in blocks) for blocks in pieces]
+    rows = full.new_zeros(1, max(sizes))
+    rows[0, :local(tensor).numel()] = local(tensor).flatten()
+    for axis in reversed(sharded_axes(tensor)):
+        gathered = rows.new_empty(tensor.device_mesh.size(axis) * len(rows), rows.shape[1])
+        ALL_GATHER(gathered.view(-1), rows.view(-1), group=tensor.device_mesh.get_group(axis))
+        rows = gathered
+    for row, size, blocks in zip(rows, sizes, pieces):
+        if blocks:
+            shard = row[:size].view([max(at.stop for at in dims) for dims in zip(*(block.shard for block in blocks))])
+            for block in blocks:
+                full[block.whole] = shard[block.shard]
+    return full

@@ -16,7 +16,8 @@ from lightrft.strategy.base import Prepared, named_in
 from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh, transformer_blocks
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
+from lightrft.strategy.sharding import ParamSlice
 from lightrft.utils.env import total_memory
 from lightrft.utils.tensors import keeps_float32
 
@@ -37,11 +38,10 @@ class WrapPolicy:
 
 @dataclass
 class Placement:
-    """Placement of one model: its units (the root first), whether full weights stay during a step, how many ranks hold
-    the same part, and whether every micro-batch, not only the last one, sums gradients over ranks."""
+    """Placement of one model: its units (the root first), whether full weights stay during a step, and whether every
+    micro-batch, not only the last one, sums gradients over ranks."""
     units: list[FSDPModule]
     keep_full: bool
-    replicas: int
     every: bool
     at_last: bool = True  # whether the next backward pass is set up as the last one of a step
 
@@ -107,7 +107,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cp
     for unit in found:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a plain SUM, which gloo has too
-    return Placement(found, nbytes <= policy.keep_full, mesh.size(0) if mesh.ndim == 2 else 1, every)
+    return Placement(found, nbytes <= policy.keep_full, every)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -155,9 +155,6 @@ class FSDPV2Strategy(DistributedStrategy):
     def _backward(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         self._placements[model].set_last(last)
         super()._backward(loss, model, last)
-
-    def _replicas(self, model: nn.Module) -> int:
-        return self._placements[model].replicas
 
     def discard_gradients(self, prepared: Prepared) -> None:
         """Override :meth:`StrategyBase.discard_gradients`: gradients not yet reduced are dropped too."""

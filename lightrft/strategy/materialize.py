@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.optimizer import first_row, like, local
+from lightrft.strategy.sharding import blocks, like, local, Slices
 from lightrft.utils.tensors import on_meta, replace_tensors
 
 Builder = Callable[[], nn.Module]  # builds a model when it is its turn
@@ -15,31 +15,35 @@ Builder = Callable[[], nn.Module]  # builds a model when it is its turn
 class ReadsWeights(Protocol):
     """A module that may have tensors on the meta device and reads them from files."""
 
-    def read(self, name: str, first: int, rows: int) -> Tensor:
-        """Return rows of the tensor that has ``name`` in this module."""
+    def read(self, name: str, at: Slices) -> Tensor:
+        """Return the block at the indices ``at`` of the tensor that has ``name`` in this module."""
+
+
+def read_block(model: nn.Module, name: str, at: Slices) -> Tensor:
+    """Return the block ``at`` of the tensor ``name``, which ``model`` reads."""
+    if not isinstance(model, ReadsWeights):
+        raise ValueError(f"{name} of {type(model).__name__} is on the meta device, and nothing can read it")
+    return model.read(name, at)
 
 
 def read_elements(model: nn.Module, name: str, shape: torch.Size, start: int, count: int) -> Tensor:
     """Return ``count`` (at least 1) elements, from ``start`` on, of a flattened tensor that ``model`` reads; of its
     file, the rows that hold them are read."""
-    if not isinstance(model, ReadsWeights):
-        raise ValueError(f"{name} of {type(model).__name__} is on the meta device, and nothing can read it")
     width = shape[1:].numel()
     first = start // width
-    rows = model.read(name, first, -(-(start + count) // width) - first)
+    rows = read_block(model, name, (slice(first, -(-(start + count) // width)), ))
     return rows.reshape(-1)[start - first * width:][:count]
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give the tensors of ``model`` on the meta device memory on ``device`` and their values: of a sharded one this
-    rank's rows. Tensors follow one another, so that one is read at a time."""
+    rank's blocks. Tensors follow one another, so that one is read at a time."""
 
     def filled(name: str, tensor: Tensor) -> Tensor:
-        own = torch.empty_like(local(tensor), device=device)
-        if own.numel():
-            start = first_row(tensor) * tensor.shape[1:].numel()
-            own.view(-1).copy_(read_elements(model, name, tensor.shape, start, own.numel()))
-        return like(own, tensor)
+        shard = torch.empty_like(local(tensor), device=device)
+        for block in blocks(tensor):
+            shard[block.shard] = read_block(model, name, block.whole)
+        return like(shard, tensor)
 
     with torch.no_grad():
         replace_tensors(model, on_meta, filled)

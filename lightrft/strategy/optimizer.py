@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.memory import BLOCKS, STEP_BYTES
+from lightrft.strategy.sharding import full_shape, like, local
 from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import runs
 
@@ -28,64 +28,6 @@ class OptimSpec:
     weight_decay: float = 0.0
     schedule: Callable[[int], float] = lambda step: 1.0
     eight_bit: bool = False
-
-
-@dataclass(frozen=True)
-class ParamSlice:
-    """Consecutive elements ``tensor`` of a flattened parameter, for which one rank is responsible.
-
-    ``shape``: shape of the whole parameter; ``start``: number of its elements that come before them.
-    """
-    tensor: Tensor
-    shape: torch.Size
-    start: int
-
-    def __mul__(self, factor: float) -> "ParamSlice":
-        return ParamSlice(self.tensor * factor, self.shape, self.start)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that is stored on this rank, sharing its storage, without autograd history."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def full_shape(param: Tensor) -> torch.Size:
-    """Shape of a whole parameter, also where DeepSpeed divides it and leaves an empty tensor."""
-    return vars(param).get("ds_shape", param.shape)
-
-
-def is_whole(param: Tensor) -> bool:
-    """True if all of a parameter is stored on this rank."""
-    return not isinstance(param, DTensor) and "ds_shape" not in vars(param)
-
-
-def first_row(tensor: Tensor) -> int:
-    """Index of the first row of ``tensor`` that is stored on this rank; the number of rows where none is."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    mesh = tensor.device_mesh
-    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-tensor.shape[0] // mesh.size(mesh.ndim - 1)), tensor.shape[0])
-
-
-def own_slice(tensor: Tensor) -> ParamSlice:
-    """The elements of ``tensor`` for which this rank is responsible; none where a rank of another replica is."""
-    if not isinstance(tensor, DTensor):
-        return ParamSlice(tensor.detach().view(-1), tensor.shape, 0)
-    mesh = tensor.device_mesh
-    replica = mesh.ndim == 2 and mesh.get_local_rank(0) > 0
-    own = local(tensor)[:0] if replica else local(tensor)
-    return ParamSlice(own.reshape(-1), tensor.shape, first_row(tensor) * tensor.shape[1:].numel())
-
-
-def like(shard: Tensor, owner: Tensor) -> Tensor:
-    """Wrap ``shard`` in the layout of ``owner`` over the ranks; it shares the storage, on the device of ``shard``, and
-    may have another type and other dimensions after the first."""
-    if not isinstance(owner, DTensor):
-        return shard
-    whole = torch.empty(owner.shape[:1] + shard.shape[1:], device="meta")
-    spec = owner._spec.shallow_copy_with_tensor_meta(TensorMeta(whole.shape, whole.stride(), shard.dtype))
-    return DTensor(shard, spec, requires_grad=False)
 
 
 def load(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from lightrft.models.packed_model import PackedModel
 from lightrft.preflight.validate import changes, lost_length
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.checkpoint import CheckpointManager, read_global
-from lightrft.strategy.optimizer import full_shape
+from lightrft.strategy.sharding import full_shape
 from lightrft.trainer.run_log import RunLog
 from lightrft.utils.env import freed_memory_is_kept, rare_garbage_collection, rng_state, set_rng_state
 from lightrft.utils.errors import ExpectedError, UserError

@@ -12,7 +12,7 @@ from lightrft.models.lora import hf_name
 from lightrft.models.media_features import FeatureCache
 from lightrft.models.packed_model import PackedModel
 from lightrft.strategy.base import StrategyBase
-from lightrft.strategy.optimizer import is_whole
+from lightrft.strategy.sharding import is_whole
 from lightrft.types import MediaSource
 from lightrft.utils.errors import UserError
 

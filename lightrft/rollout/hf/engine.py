@@ -30,7 +30,7 @@ from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
 from lightrft.rollout.hf.workspace import Sizes, Workspace
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.mixed_precision import compute_weights
-from lightrft.strategy.optimizer import is_whole
+from lightrft.strategy.sharding import is_whole
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 

@@ -12,7 +12,7 @@ from lightrft.models.packed_model import PackedModel
 from lightrft.rollout.engine import KeepsWeights, RolloutEngine
 from lightrft.rollout.weight_sync.verify import WeightSyncVerifier
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.strategy.optimizer import full_shape
+from lightrft.strategy.sharding import full_shape
 
 
 def sync_weights(strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, version: int, bucket_mib: int = 512,

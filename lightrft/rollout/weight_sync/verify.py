@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lightrft.config.schema import RolloutConfig
-from lightrft.ops.fingerprint import fingerprints, Piece, slice_pieces
+from lightrft.ops.fingerprint import fingerprints, Piece
 from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout.engine import Completion, KeepsWeights, Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.mixed_precision import compute_weights
-from lightrft.strategy.optimizer import ParamSlice
+from lightrft.strategy.sharding import ParamSlice
 from lightrft.types import Experience, Prompt
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
@@ -86,13 +86,13 @@ class Fingerprints:
 
     def _of_parts(self, parts: list[ParamSlice], names: list[str]) -> Tensor:
         """Fingerprints of ``parts``, int64 [parts], each in the dtype in which the engine holds it."""
-        pieces = [(index, piece) for index, (part, name) in enumerate(zip(parts, names))
-                  for piece in slice_pieces(part.tensor, self.dtypes[name], part.shape, part.start)]  # yapf: disable
-        sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0].tensor.device)
+        pieces = [(index, piece._replace(dtype=self.dtypes[name]))
+                  for index, (part, name) in enumerate(zip(parts, names)) for piece in part.pieces]  # yapf: disable
         if not pieces:
-            return sums
-        owners = torch.tensor([index for index, _ in pieces], device=sums.device)
-        return sums.index_add_(0, owners, fingerprints([piece for _, piece in pieces]))
+            return torch.zeros(len(parts), dtype=torch.int64)
+        values = fingerprints([piece for _, piece in pieces])
+        owners = torch.tensor([index for index, _ in pieces], device=values.device)
+        return values.new_zeros(len(parts)).index_add_(0, owners, values)
 
     def fault(self) -> str | None:
         """Describe what is wrong with the engine's weights, naming the first; the same on all ranks (a collective)."""

@@ -18,7 +18,8 @@ from lightrft.strategy.deepspeed.partitions import Partitions, ReadParams, Stage
 from lightrft.strategy.distributed import DistributedStrategy, shard_mesh, transformer_blocks
 from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, ParamSlice, create_scheduler, load, set_schedule_step
+from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler, load, set_schedule_step
+from lightrft.strategy.sharding import flat_slice, ParamSlice
 from lightrft.utils.tensors import replace_tensors
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -224,7 +225,7 @@ class DeepspeedStrategy(DistributedStrategy):
         super().discard_gradients(prepared)
         self.reads[prepared.model].names.clear()
 
-    def _replicas(self, model: nn.Module) -> int:
+    def _replicas(self, param: Tensor) -> int:
         return 1 if self.cfg.zero_stage else self.world_size
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -254,10 +255,10 @@ class DeepspeedStrategy(DistributedStrategy):
         """Override :meth:`StrategyBase.own_slice`; each rank is responsible for an equal share of undivided weights."""
         if self._divides_weights():
             start, count = span(param, self.rank)
-            return ParamSlice(param.ds_tensor.detach()[:count], param.ds_shape, start)
+            return flat_slice(param.ds_tensor.detach()[:count], param.ds_shape, start)
         size = -(-param.numel() // self.world_size)
         start = min(self.rank * size, param.numel())
-        return ParamSlice(param.detach().view(-1)[start:start + size], param.shape, start)
+        return flat_slice(param.detach().view(-1)[start:start + size], param.shape, start)
 
     # -- state --------------------------------------------------------------------------------------------------------
     def state_dict(self, prepared: Prepared) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy import collectives
-from lightrft.strategy.optimizer import MOMENTS, LocalAdamW, full_shape
+from lightrft.strategy.optimizer import MOMENTS, LocalAdamW
+from lightrft.strategy.sharding import full_shape
 
 BUCKET_BYTES = 64 << 20
 Named = tuple[str, Tensor]

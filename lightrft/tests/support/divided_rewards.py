@@ -60,7 +60,8 @@ def check(strategy: StrategyBase, paths: list[str], **options: bool) -> None:
             for each in divided.score(more)] == pytest.approx([each.parts["rm1"] for each in expected[:len(more)]],
                                                               rel=1e-2)
     for name, model in divided.neural.items():
-        held = sum(strategy.own_slice(weight).tensor.numel() for weight in model.place.model.parameters())
+        held = sum(piece.tensor.numel() for weight in model.place.model.parameters()
+                   for piece in strategy.own_slice(weight).pieces)
         total = sum(weight.numel() for weight in whole.neural[name].place.model.parameters())
         assert 0.4 * total < held < 0.6 * total, (name, held, total)
     if strategy.rank == 0:

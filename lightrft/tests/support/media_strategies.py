@@ -24,7 +24,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.distributed import transformer_blocks
 from lightrft.strategy.fsdp import units, WrapPolicy
-from lightrft.strategy.optimizer import is_whole
+from lightrft.strategy.sharding import is_whole
 from lightrft.strategy.strategy import get_strategy, SingleProcessStrategy
 from lightrft.tests.support.media_runs import picture
 from lightrft.tests.support.tiny_vision import FAMILIES, PICTURE

@@ -10,7 +10,8 @@ from lightrft.config.shared_schema import StrategyConfig
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy, import_deepspeed
 from lightrft.strategy.deepspeed.partitions import ZeroAdamW
-from lightrft.strategy.optimizer import full_shape, OptimSpec
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.sharding import full_shape
 from lightrft.tests.support.sharded import full
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
 

@@ -5,7 +5,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.recomputation import recompute
-from lightrft.strategy.optimizer import OptimSpec, ParamSlice
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.sharding import ParamSlice
 
 SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
 MICRO_BATCHES = 4
@@ -60,7 +61,8 @@ def share(step: int, rank: int, world_size: int, device: torch.device, count: in
 def placed(part: ParamSlice) -> Tensor:
     """The whole parameter, with zeros where other ranks hold it."""
     whole = torch.zeros(part.shape)
-    whole.view(-1)[part.start:part.start + len(part.tensor)] = part.tensor
+    for piece in part.pieces:
+        whole[tuple(slice(first, first + size) for first, size in zip(piece.start, piece.tensor.shape))] = piece.tensor
     return whole
 
 

@@ -242,14 +242,14 @@ class SelfTest:
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
         grads = self._gradients(prepared, batch, both[0], loss_of(both[0]), weight)
-        planned = strategy.global_norm(prepared, list(grads.values()))
+        planned = strategy.global_norm(prepared, grads)
         kept = set_aside(grads)
         strategy.discard_gradients(prepared)
         grads = self._gradients(prepared, batch, both[1], loss_of(both[1]), weight)
-        other = strategy.global_norm(prepared, list(grads.values()))
+        other = strategy.global_norm(prepared, grads)
         for name, grad in grads.items():
             grad.sub_(kept.pop(name).to(grad.device))
-        difference = strategy.global_norm(prepared, list(grads.values()))
+        difference = strategy.global_norm(prepared, grads)
         strategy.discard_gradients(prepared)
         prepared.model.train(training)
         return Comparison(planned, other, difference)

@@ -1,0 +1,180 @@
+"""Tensors on meshes of four ranks in one and two dimensions, divided in every way (test_sharding.py)."""
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightrft.config.schema import StrategyConfig
+from lightrft.ops.fingerprint import fingerprints, Piece
+from lightrft.strategy import collectives
+from lightrft.strategy.base import Prepared
+from lightrft.strategy.checkpoint import CheckpointManager
+from lightrft.strategy.fsdp import FSDPV2Strategy, Placement, shard, WrapPolicy
+from lightrft.strategy.materialize import materialize
+from lightrft.strategy.optimizer import create_scheduler, LocalAdamW, OptimSpec
+from lightrft.strategy.sharding import local, own_slice
+from lightrft.strategy.strategy import SingleProcessStrategy
+from lightrft.tests.support.tiny_lm import placed
+
+# even, uneven, fewer rows than ranks, one row, a vector, a cube; on meshes with an axis of one rank one of them
+SHAPES = {(4, ): [(8, 6), (5, 3), (3, 9), (1, 2), (7, ), (4, 3, 5)], (2, 2): [(5, 9), (3, 4)], (1, 4): [(5, 3)],
+          (4, 1): [(5, 3)]}  # yapf: disable
+PLACEMENTS: list[Any] = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2),
+                         _StridedShard(1, split_factor=3)]  # yapf: disable
+SPEC = OptimSpec(lr=0.1, weight_decay=0.1)
+
+
+def whole_of(number: int, shape: tuple[int, ...]) -> Tensor:
+    """Values that no other tensor and no other element has."""
+    return torch.arange(1, torch.Size(shape).numel() + 1).view(shape).float() + 1000 * number
+
+
+def divided(whole: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
+    """This rank's shard, cut by torch itself, axis after axis."""
+    part = whole
+    for size, index, placement in zip(mesh.shape, mesh.get_coordinate() or (), placements):
+        if not placement.is_replicate():
+            part = placement._split_tensor(part, size, with_padding=False)[0][index]
+    return DTensor.from_local(part.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def cases() -> Iterator[tuple[str, Tensor, DTensor]]:
+    """Name, whole tensor and DTensor of every shape in every layout."""
+    number = 0
+    for ranks, shapes in SHAPES.items():
+        mesh, chosen = init_device_mesh("cpu", ranks), PLACEMENTS if 1 not in ranks else PLACEMENTS[::2]
+        for shape, placements in product(shapes, product(chosen, repeat=mesh.ndim)):
+            if all(placement.is_replicate() or placement.dim < len(shape) for placement in placements):
+                whole, number = whole_of(number, shape), number + 1
+                yield f"{number}: {shape} {tuple(mesh.shape)} {placements}", whole, divided(whole, mesh, placements)
+
+
+class Holder(nn.Module):
+    """A module with these parameters, which it can also read as if from files."""
+
+    def __init__(self, params: list[Tensor], wholes: list[Tensor]) -> None:
+        super().__init__()
+        self.params, self.wholes = nn.ParameterList(map(nn.Parameter, params)), wholes
+
+    def read(self, name: str, at: tuple[slice, ...]) -> Tensor:
+        return self.wholes[int(name.removeprefix("params."))][at]
+
+
+def prepared_of(strategy: Any, model: nn.Module) -> Prepared:
+    if isinstance(strategy, FSDPV2Strategy):
+        strategy._placements[model] = Placement([], True, False)
+    optimizer = LocalAdamW(model.named_parameters(), SPEC)
+    return Prepared(model, optimizer, create_scheduler(optimizer, SPEC))
+
+
+def slices_gathers_and_files(strategy: FSDPV2Strategy, names: list[str], wholes: list[Tensor],
+                             tensors: list[DTensor]) -> None:
+    """Every element has one responsible rank; gathered tensors, values from files and fingerprints are exact."""
+    slices = [own_slice(tensor) for tensor in tensors]
+    summed = strategy.all_reduce(torch.cat([placed(part).flatten() for part in slices]))
+    sums = torch.stack([fingerprints(list(part.pieces)).sum() if part.pieces else torch.tensor(0) for part in slices])
+    right = fingerprints([Piece(whole) for whole in wholes])
+    sums = strategy.all_reduce(sums)
+    for name, whole, found, mine, expected in zip(names, wholes, summed.split([w.numel() for w in wholes]), sums,
+                                                  right):
+        assert torch.equal(found.view(whole.shape), whole), f"slices of {name}: {found}"
+        assert mine == expected, f"fingerprint of {name}"
+    for nbytes in (1, 1 << 20):
+        gathered = [pair for bucket in collectives.buckets(zip(names, tensors), nbytes)
+                    for pair in collectives.gather_bucket(bucket, strategy.device)]  # yapf: disable
+        for name, whole, (other, found) in zip(names, wholes, gathered, strict=True):
+            assert name == other and torch.equal(found, whole), f"gathered {name}: {found}"
+    empty = [DTensor(torch.empty_like(local(t), device="meta"), t._spec, requires_grad=False) for t in tensors]
+    model = Holder(empty, wholes)
+    materialize(model, strategy.device)
+    for name, tensor, param in zip(names, tensors, model.params):
+        assert torch.equal(local(param), local(tensor)) and param.placements == tensor.placements, f"read {name}"
+
+
+def norms_and_updates(strategy: FSDPV2Strategy, wholes: list[Tensor], tensors: list[DTensor]) -> None:
+    """A step of AdamW on every layout at once is that of one process: norm, clipping, weights and moments."""
+    alone, ours = SingleProcessStrategy(), strategy
+    models = {alone: Holder([whole / 1000 for whole in wholes], []), ours: Holder([t / 1000 for t in tensors], [])}
+    prepared = {which: prepared_of(which, model) for which, model in models.items()}
+    for model in models.values():
+        for param in model.params:
+            param.grad = param.detach() * 3 + 1
+    grads = {which: which.gradients(one) for which, one in prepared.items()}
+    expected = alone.global_norm(prepared[alone], grads[alone])
+    assert ours.global_norm(prepared[ours], grads[ours]) == pytest.approx(expected, rel=1e-6)
+    norms = [which.optimizer_step(one, expected / 2) for which, one in prepared.items()]
+    assert norms == pytest.approx([expected, expected], rel=1e-6)
+    right = dict(alone.gathered(models[alone], 1 << 20))
+    for name, found in ours.gathered(models[ours], 1 << 20):
+        assert torch.allclose(found, right[name], rtol=1e-5), f"weight {name} after a step"
+    moments, expected_state = ours.state_dict(prepared[ours]), alone.state_dict(prepared[alone])
+    layouts = {f"optim/{name}/exp_avg": param for name, param in models[ours].named_parameters()}
+    sharded = [(key, moments[key]) for key in layouts]
+    assert all(moments[key].placements == param.placements for key, param in layouts.items())
+    for key, found in (pair for bucket in collectives.buckets(sharded, 1 << 20)
+                       for pair in collectives.gather_bucket(bucket, ours.device)):
+        assert torch.allclose(found, expected_state[key], rtol=1e-5), key
+
+
+def tensor_parallel(strategy: FSDPV2Strategy, folder: Path) -> None:
+    """FSDP2 around tensor parallel layers on (shard, tp): three steps are those of one process, also across a
+    checkpoint that one process reads."""
+    mesh, alone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp")), SingleProcessStrategy()
+    models = {which: mlp() for which in (alone, strategy)}
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(models[strategy], mesh["tp"], plan)
+    placement = shard(models[strategy], mesh["shard"], WrapPolicy(), False, False)
+    prepared = {which: prepared_of(which, model) for which, model in models.items()}
+    strategy._placements[models[strategy]] = placement
+    assert any(isinstance(p.placements[0], _StridedShard) for p in models[strategy].parameters())
+    for step in range(3):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        own = {alone: rows, strategy: rows[mesh.get_local_rank("shard")::2]}
+        for which, one in prepared.items():
+            which.backward(one.model(own[which]).square().sum(), one)
+        norms = [which.optimizer_step(one, 0.5) for which, one in prepared.items()]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    manager = CheckpointManager(strategy, folder, asynchronous=False)
+    assert manager.save(3, {"actor": prepared[strategy]}, {}, {}, {})
+    same(strategy, models[strategy], alone, models[alone])
+    if strategy.is_main:
+        fresh = prepared_of(alone, mlp())
+        CheckpointManager(alone, folder).load(folder / "step_000003", {"actor": fresh})
+        assert all(
+            torch.allclose(a, b, atol=1e-5) for a, b in zip(fresh.model.parameters(), models[alone].parameters()))
+    strategy.barrier()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+
+
+def same(strategy: Any, model: nn.Module, alone: Any, other: nn.Module) -> None:
+    right = dict(alone.gathered(other, 1 << 20))
+    for name, found in strategy.gathered(model, 1 << 20):
+        assert torch.allclose(found, right[name], atol=1e-5), name
+
+
+def main(folder: Path) -> None:
+    strategy = FSDPV2Strategy(StrategyConfig(strategy="fsdp"))
+    strategy.setup()
+    names, wholes, tensors = map(list, zip(*cases()))
+    slices_gathers_and_files(strategy, names, wholes, tensors)
+    norms_and_updates(strategy, wholes[::3], tensors[::3])
+    tensor_parallel(strategy, folder)
+    print(f"{len(names)} layouts")
+    strategy.teardown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
