@@ -74,7 +74,7 @@ def score_groups(strategy: StrategyBase, numbers: Sequence[int], group: Callable
     Returns:
         False if a stop request has ended it early.
     """
-    mine = numbers[strategy.rank::strategy.world_size]
+    mine = strategy.mesh.engines.of(numbers)
     writer = ScoredWriter(files, rewards, len(mine), "scoring")
     for number in mine:
         if stop_requested():
@@ -119,12 +119,12 @@ class BatchGenerator:
         """
         known = files.done.union(files.unscored)
         todo = [number for number in range(len(prompts)) if number not in known]
-        writer = ScoredWriter(files, rewards, -(-len(todo) // self.strategy.world_size), "generation")
-        size = max(1, min(GROUPS_PER_CALL, RESPONSES_PER_CALL // self.n)) * self.strategy.world_size
+        writer = ScoredWriter(files, rewards, -(-len(todo) // self.strategy.mesh.engines.size), "generation")
+        size = max(1, min(GROUPS_PER_CALL, RESPONSES_PER_CALL // self.n)) * self.strategy.mesh.engines.size
         for start in range(0, len(todo), size):
             if self.strategy.any_rank(stop_requested()):
                 break
-            mine = todo[start:start + size][self.strategy.rank::self.strategy.world_size]
+            mine = self.strategy.mesh.engines.of(todo[start:start + size])
             self._call([(number, prompts[number]) for number in mine], writer)
         writer.close()
         return not self.strategy.any_rank(stop_requested())

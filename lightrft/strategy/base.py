@@ -21,6 +21,7 @@ from lightrft.strategy import export
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.host_buffers import HostBuffers
+from lightrft.strategy.mesh import Mesh
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, clip, load, set_schedule_step, squared_norm
 from lightrft.strategy.sharding import count_shards, like, local, own_slice, ParamSlice
 from lightrft.utils.lightrft_names import answers_names
@@ -101,6 +102,11 @@ class StrategyBase(ABC):
         self.cfg, self.bf16 = cfg or StrategyConfig(), bf16
         self.args: Namespace | None = None  # of a script that parses its command line itself
         self.host = HostBuffers()  # of offloaded weights
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of this strategy, and the shares of this one."""
+        return Mesh(range(self.world_size), self.rank, self.device.type)
 
     # -- life ---------------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -51,7 +51,7 @@ class CheckpointManager:
         self.strategy, self.folder = strategy, Path(folder)
         self.keep, self.keep_gib, self.best_metric = max(1, keep), keep_gib, best_metric
         self.asynchronous = asynchronous
-        self.group = dist.new_group(backend="gloo") if strategy.distributed else None  # apart from the training's
+        self.group = strategy.mesh.new_group() if strategy.distributed else None  # apart from the training's
         if self.group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
         self.failures = 0

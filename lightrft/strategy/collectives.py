@@ -26,12 +26,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
-def all_reduce(value: Tensor, op: str) -> Tensor:
-    """The reduction of ``value`` over all ranks in its own dtype, out of place (sums of bool are int64)."""
+def all_reduce(value: Tensor, op: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The reduction of ``value`` over the ranks of ``group`` (None: all) in its own dtype, out of place (sums of bool
+    are int64)."""
     if op not in OPS:
         raise ValueError(f"unknown reduction {op!r}; known: {', '.join(OPS)}")
     result = value.detach().to(wide(value.dtype), copy=True).contiguous()
-    dist.all_reduce(result, OPS[op])
+    dist.all_reduce(result, OPS[op], group)
     return result if op == "sum" and value.dtype == torch.bool else result.to(value.dtype)
 
 
@@ -53,7 +54,7 @@ def _pickled(value: Any, header: int = 0) -> Tensor:
 
 
 class ObjectExchange:
-    """Exchange of pickled objects between all ranks, in one all-to-all as a rule.
+    """Exchange of pickled objects between the ranks of ``group`` (None: all), in one all-to-all as a rule.
 
     Every pair of ranks exchanges ``room`` bytes, which begin with the size of the object and the largest size that the
     sender has for any rank. So all ranks know whether a second all-to-all with exact sizes must follow. The room grows
@@ -61,23 +62,26 @@ class ObjectExchange:
     """
     header, room, limit = 16, 1 << 12, 1 << 22
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
     def exchange(self, outgoing: list[Any]) -> list[Any]:
         """Send ``outgoing[r]`` to rank r, on the CPU; return what each rank has sent to this one, in rank order.
 
         What a rank sends to itself is not pickled. Each rank holds only what it sends and receives.
         """
-        rank = dist.get_rank()
+        rank = dist.get_rank(self.group)
         parts = [torch.zeros(self.header, dtype=torch.uint8) if r == rank else _pickled(value, self.header)
                  for r, value in enumerate(outgoing)]  # yapf: disable
         return self._read(parts, outgoing[rank])
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order, as ``dist.all_gather_object``."""
-        return self._read([_pickled(value, self.header)] * dist.get_world_size(), value)
+        return self._read([_pickled(value, self.header)] * dist.get_world_size(self.group), value)
 
     def _read(self, parts: list[Tensor], own: Any) -> list[Any]:
         """Deliver ``parts[r]`` to rank r; return the objects that arrive, ``own`` in the place of this rank."""
-        rank = dist.get_rank()
+        rank = dist.get_rank(self.group)
         return [own if r == rank else pickle.loads(part[self.header:].numpy().data)
                 for r, part in enumerate(self._deliver(parts))]  # yapf: disable
 
@@ -89,14 +93,14 @@ class ObjectExchange:
             part[:self.header].view(torch.int64)[:] = torch.tensor([size, max(sent)])
             row[:size] = part[:self.room]
         rows = torch.empty_like(mine)
-        dist.all_to_all_single(rows, mine)
+        dist.all_to_all_single(rows, mine, group=self.group)
         sizes, most = rows[:, :self.header].reshape(-1).view(torch.int64).view(-1, 2).unbind(1)
         received, largest = sizes.tolist(), int(most.max())
         if largest <= self.room:
             return [row[:size] for row, size in zip(rows, received)]
         self.room = max(self.room, min(largest * 5 // 4, self.limit // len(parts)))
         data = torch.empty(sum(received), dtype=torch.uint8)
-        dist.all_to_all_single(data, torch.cat(parts), received, sent)
+        dist.all_to_all_single(data, torch.cat(parts), received, sent, group=self.group)
         return list(data.split(received))
 
 

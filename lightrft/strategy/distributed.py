@@ -1,8 +1,8 @@
-"""Strategies on a process group: joining and leaving the one that torchrun describes, its mesh, its collectives."""
+"""Strategies on a process group: joining and leaving the one that torchrun describes, its collectives."""
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.mesh import group_of, Mesh
 from lightrft.utils.env import set_threads, World
 from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.gpu import rank_device
@@ -151,35 +151,18 @@ def count_ranks(device_type: str) -> int:
     return int(one)
 
 
-def shard_mesh(device_type: str, world_size: int, shard_size: int = 0) -> DeviceMesh:
-    """Make a mesh ``("shard",)`` over all ranks, or ``("replicate", "shard")`` when fewer than all share one copy.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        world_size: number of ranks.
-        shard_size: ranks that share one copy; 0 for all. Neighbours share, so a copy stays within a node.
-
-    Raises:
-        ValueError: ``shard_size`` does not divide ``world_size``.
-    """
-    size = shard_size or world_size
-    if size < 0 or world_size % size:
-        valid = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        nearest = min(valid, key=lambda n: abs(n - size))
-        raise UserError(f"shard size {size} does not divide the {world_size} ranks; the nearest that does is {nearest} "
-                        "(--fsdp_shard_size, --initial_model_shard_size)")
-    if size == world_size:
-        return init_device_mesh(device_type, (world_size, ), mesh_dim_names=("shard", ))
-    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
-
-
 class DistributedStrategy(StrategyBase):
-    """A strategy on the process group of torchrun, or on a group of a single rank."""
+    """A strategy on the process group of torchrun, or on a group of a single rank.
 
-    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False) -> None:
+    ``ranks``: those of the group that it runs on; None: all. Each of them sets the strategy up, and no other rank does.
+    """
+
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False,
+                 ranks: Sequence[int] | None = None) -> None:
         super().__init__(cfg, bf16)
+        self.ranks = None if ranks is None else sorted(ranks)  # as torch orders those of a group
+        self.group: dist.ProcessGroup | None = None  # of ``ranks``
         self._owns_group = False
-        self._gathers, self._exchanges = collectives.ObjectExchange(), collectives.ObjectExchange()  # sizes differ
 
     # -- life ---------------------------------------------------------------------------------------------------------
     def setup(self) -> None:
@@ -191,7 +174,22 @@ class DistributedStrategy(StrategyBase):
         else:
             set_threads(local_world_size())
         self._owns_group = join(self.cfg.collective_limit_s)
-        self.rank, self.world_size, self.distributed = dist.get_rank(), dist.get_world_size(), True
+        self._join_ranks(dist.get_rank())
+        self.distributed = True
+
+    def _join_ranks(self, rank: int) -> None:
+        """Find the place of the ``rank`` of the default group among the ranks of this strategy."""
+        ranks = range(dist.get_world_size()) if self.ranks is None else self.ranks
+        if rank not in ranks:
+            raise UserError(f"rank {rank} does not run this strategy, which is on the ranks {list(ranks)}")
+        self.rank, self.world_size = ranks.index(rank), len(ranks)
+        self.group = None if self.ranks is None else group_of(ranks)
+        self._gathers, self._exchanges = (collectives.ObjectExchange(self.group) for _ in range(2))  # sizes differ
+
+    @property
+    def mesh(self) -> Mesh:
+        """Override :attr:`StrategyBase.mesh`: the ranks may be some of the process group."""
+        return Mesh(self.ranks or range(self.world_size), self.rank, self.device.type, self.group)
 
     def teardown(self) -> None:
         """Leave the group, if :meth:`setup` joined it."""
@@ -206,7 +204,7 @@ class DistributedStrategy(StrategyBase):
     # -- collectives --------------------------------------------------------------------------------------------------
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """Reduce in a type that gloo and NCCL both know."""
-        return collectives.all_reduce(value, op)
+        return collectives.all_reduce(value, op, self.group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather in one exchange, as a rule."""
@@ -218,6 +216,6 @@ class DistributedStrategy(StrategyBase):
 
     def barrier(self) -> None:
         """Wait for all ranks and for the work queued on this device."""
-        dist.all_reduce(torch.zeros(1, device=self.device))
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

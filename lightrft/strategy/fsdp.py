@@ -1,6 +1,6 @@
 """Fully sharded data parallelism (torch FSDP2): every rank holds a part of each weight, gradient and optimizer
 moment."""
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared, named_in
-from lightrft.strategy.distributed import DistributedStrategy, local_world_size, shard_mesh, transformer_blocks
+from lightrft.strategy.distributed import DistributedStrategy, local_world_size, transformer_blocks
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
@@ -120,22 +120,22 @@ class FSDPV2Strategy(DistributedStrategy):
 
     All ranks must run the same number of forward passes of a sharded model, and the same number of backward passes per
     optimizer step; :meth:`optimizer_step` refuses anything else. Gradients are summed over ranks after every
-    micro-batch or after the last one (--grad_sync).
-    """
+    micro-batch or after the last one (--grad_sync).    """
 
-    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, wrap: WrapPolicy | None = None) -> None:
-        super().__init__(cfg, bf16)
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, wrap: WrapPolicy | None = None,
+                 ranks: Sequence[int] | None = None) -> None:
+        super().__init__(cfg, bf16, ranks)
         self.wrap = wrap or WrapPolicy()
         self._placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
     def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
         """Shard ``model`` over ``shard_size`` ranks (0: --fsdp_shard_size; without ``optim`` all ranks)."""
         size = shard_size or (self.cfg.fsdp_shard_size if optim else 0)
-        mesh = shard_mesh(self.device.type, self.world_size, size)
         if optim is None:
             model.requires_grad_(False)
         every = not self._keeps_whole_gradients(model)
-        self._placements[model] = shard(model, mesh, self.wrap, self.bf16, self.cfg.fsdp_cpu_offload, every)
+        self._placements[model] = shard(model, self.mesh.dense(size), self.wrap, self.bf16, self.cfg.fsdp_cpu_offload,
+                                        every)
         materialize(model, torch.device("cpu") if self.cfg.fsdp_cpu_offload else self.device)
         for buffer in model.buffers():  # of which FSDP2 offloads none
             buffer.data = buffer.to(self.device)

@@ -67,7 +67,7 @@ class Evaluator:
 
     def run(self) -> tuple[dict[str, float], list[Answer]]:
         """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
-        mine = list(enumerate(self.prompts))[self.strategy.rank::self.strategy.world_size]
+        mine = self.strategy.mesh.engines.of(list(enumerate(self.prompts)))
         samples = self._generate(mine)
         scores = self.rewards.score([reward_input(sample.prompt, sample.text) for sample in samples])
         local = [

@@ -270,7 +270,7 @@ class FastExperienceMaker:
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's share of ``items``, dealt one by one."""
-        return items[self.strategy.rank::self.strategy.world_size]
+        return self.strategy.mesh.engines.of(items)
 
     def advance(self, mine: list[ResponseGroup], step: int | str, quota: int,
                 due: set[int]) -> tuple[list[Sample], Scored]:
@@ -360,9 +360,9 @@ class FastExperienceMaker:
     def buffer(self, shards: Shards, step: int) -> ReplayBuffer:
         """Return the plan that cuts the rollout of a step into passes."""
         train = self.config.train
-        return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, self.strategy.rank,
-                            self.strategy.world_size, f"{train.seed}/{step}",
-                            near=shards.near(self.config.shares_prompts),
+        data = self.strategy.mesh.data
+        return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, data.index, data.size,
+                            f"{train.seed}/{step}", near=shards.near(self.config.shares_prompts),
                             attention=cast(PackedModel, self.logprobs.actor.model).attention)
 
     def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float, steps: Tensor | None) -> dict[str, float]:

@@ -106,7 +106,7 @@ class OversamplingSource:
     def _deal(self, running: list[int], drawn: dict[int, Prompt]) -> list[ResponseGroup]:
         """Deal the running groups; return those of this rank, of which some come from other ranks or are new."""
         here = {group.number: group for group in self.groups}
-        shares = [running[rank::self.strategy.world_size] for rank in range(self.strategy.world_size)]
+        shares = self.strategy.mesh.engines.all(running)
         sent = [[here.pop(number) for number in share if number in here] for share in shares]
         mine = {group.number: group for group in chain.from_iterable(self.strategy.exchange(sent))}
         dealt = [

@@ -109,7 +109,7 @@ class PolicyUpdate:
                 live: Tensor) -> tuple[MetricSums, dict[str, list[StepResult]], int]:
         sums, forwarded = MetricSums(), 0
         results: dict[str, list[StepResult]] = {"policy": [], "critic": []}
-        shards = rollout.shards
+        shards, data = rollout.shards, self.strategy.mesh.data
         for epoch in range(self.config.train.max_epochs):
             minis = rollout.buffer.epoch(epoch)
             live_plans = [mini.of(live) for mini in minis]
@@ -117,7 +117,7 @@ class PolicyUpdate:
             forwarded += sum(map(rollout.buffer.tokens, plans))
             if self.critic is not None or train_actor and self.selection.selects is not None:
                 plans = plans + [mini.plan for mini in minis]
-            shards.borrow(gathered(plans, self.strategy.world_size))
+            shards.borrow(gathered(plans, data.size))
             for number, (mini, live_plan) in enumerate(zip(minis, live_plans)):
                 denominators = mini.denominators(shards.kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
                 losses = {}
@@ -133,10 +133,10 @@ class PolicyUpdate:
                 if train_actor and self.balance:
                     losses["policy"] = self._balanced(losses["policy"], self.balance, sums)
                     with self.timer("forward"):
-                        self.balance.measure(shards.take, live_plan[self.strategy.rank])
+                        self.balance.measure(shards.take, live_plan[data.index])
                 for name, loss_of in losses.items():
                     own = name == "policy"
-                    passes = live_plan[self.strategy.rank] if own else mini.micro_batches
+                    passes = live_plan[data.index] if own else mini.micro_batches
                     results[name].append(self.steps[name].run(self._prepared(name), shards.take, passes,
                                                               denominators.tokens, loss_of, extra if own else None))
         return sums, results, forwarded

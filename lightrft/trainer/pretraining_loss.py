@@ -71,10 +71,11 @@ class PretrainingLoss:
     def draw(self, actor: Prepared, sums: MetricSums) -> PretrainingPasses:
         """Return the passes over the next batch; their loss adds :data:`METRIC` to ``sums``."""
         exp = pack_rows(next(self.loader))
-        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.lens, self.strategy.world_size, self.limits,
+        data = self.strategy.mesh.data
+        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.lens, data.size, self.limits,
                                attention=cast(PackedModel, actor.model).attention)
         total = Denominators(exp.loss_mask.sum().item(), exp.num_seqs)
-        return PretrainingPasses(partial(take, exp), plan[self.strategy.rank],
+        return PretrainingPasses(partial(take, exp), plan[data.index],
                                  lambda part: self._loss(actor, part, total, sums), exp.num_tokens)
 
     def _loss(self, actor: Prepared, part: Experience, total: Denominators, sums: MetricSums) -> Tensor:

@@ -85,7 +85,7 @@ def _session(parsed: ParsedConfig, exits: bool, made: StrategyBase | None) -> It
     with _one_line(watchdog) if exits else nullcontext(), watchdog, parsed.own_words(), disk_full_is_expected(folder), \
             absent_packages_are_expected():
         refuse_unlike_ranks(strategy.all_gather_object(chosen_by_machine(config)))
-        seed_everything(config.seed + strategy.rank)
+        seed_everything(config.seed + strategy.mesh.data.index)
         _announce(parsed, strategy)
         with frozen_objects():
             yield Session(strategy, timer)

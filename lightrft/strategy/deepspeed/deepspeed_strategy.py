@@ -3,6 +3,7 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared, named_in, trained, untied_state
 from lightrft.strategy.deepspeed import LIVE_AT_ONCE, Sizes, partitions
 from lightrft.strategy.deepspeed.partitions import Partitions, ReadParams, Stage1Or2, Stage3, ZeroAdamW, span
-from lightrft.strategy.distributed import DistributedStrategy, shard_mesh, transformer_blocks
+from lightrft.strategy.distributed import DistributedStrategy, transformer_blocks
 from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler, load, set_schedule_step
@@ -193,7 +194,7 @@ class DeepspeedStrategy(DistributedStrategy):
     def _mesh(self, device_type: str) -> DeviceMesh:
         """Mesh of all ranks in one dimension."""
         if device_type not in self._meshes:
-            self._meshes[device_type] = shard_mesh(device_type, self.world_size)
+            self._meshes[device_type] = replace(self.mesh, device_type=device_type).dense()
         return self._meshes[device_type]
 
     # -- gradients ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from lightrft import strategy as package
 from lightrft.strategy import strategy
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
-from lightrft.strategy.distributed import join, leave, local_world_size, shard_mesh, transformer_blocks
+from lightrft.strategy.distributed import join, leave, local_world_size, transformer_blocks
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fsdp import FSDPV2Strategy
+from lightrft.strategy.mesh import Mesh
 from lightrft.strategy.optimizer import LocalAdamW, OptimSpec
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.packages import needs_deepspeed
@@ -67,17 +68,17 @@ def test_deepspeed_must_be_there(monkeypatch) -> None:
 
 def test_shard_size_must_divide() -> None:
     with pytest.raises(ValueError, match="shard size 3 does not divide the 8 ranks; the nearest that does is 2"):
-        shard_mesh("cpu", 8, 3)
+        Mesh(range(8), 0).dense(3)
 
 
 def test_mesh_shapes() -> None:
     """Eight ranks on a fake group: neighbours share one copy."""
     code = ("import torch.distributed as d; from torch.testing._internal.distributed.fake_pg import FakeStore\n"
             "d.init_process_group('fake', store=FakeStore(), rank=5, world_size=8)\n"
-            "from lightrft.strategy.distributed import shard_mesh\n"
-            "m = shard_mesh('cpu', 8, 4); assert m.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]], m\n"
+            "from lightrft.strategy.mesh import Mesh\n"
+            "m = Mesh(range(8), 5).dense(4); assert m.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]], m\n"
             "assert m.mesh_dim_names == ('replicate', 'shard')\n"
-            "assert shard_mesh('cpu', 8).mesh.tolist() == list(range(8))\n")
+            "assert Mesh(range(8), 5).dense().mesh.tolist() == list(range(8))\n")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

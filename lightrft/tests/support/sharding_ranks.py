@@ -154,6 +154,34 @@ def tensor_parallel(strategy: FSDPV2Strategy, folder: Path) -> None:
     strategy.barrier()
 
 
+def some_of_the_ranks(outer: FSDPV2Strategy, folder: Path) -> None:
+    """Ranks 1 and 3 train and save while the other two do nothing; the steps are those of one process."""
+    if outer.rank % 2:
+        strategy, alone = FSDPV2Strategy(StrategyConfig(strategy="fsdp"), ranks=[3, 1]), SingleProcessStrategy()
+        strategy.setup()
+        data = strategy.mesh.data
+        assert (data.index, data.size, strategy.is_main) == (outer.rank // 2, 2, outer.rank == 1)
+        assert strategy.all_gather_object(outer.rank) == [1, 3] and int(strategy.all_reduce(torch.tensor(1))) == 2
+        assert strategy.exchange([(outer.rank, 0), (outer.rank, 1)]) == [(1, data.index), (3, data.index)]
+        for size in (0, 1):  # divided, and replicated
+            models = {alone: mlp(), strategy: mlp()}
+            prepared = {which: which.prepare(model, SPEC, shard_size=size) for which, model in models.items()}
+            for step in range(2):
+                rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+                alone.backward(models[alone](rows).square().sum(), prepared[alone])
+                strategy.backward(models[strategy](data.of(rows)).square().sum(), prepared[strategy])
+                norms = [which.optimizer_step(one, 0.5) for which, one in prepared.items()]
+                assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+            same(strategy, models[strategy], alone, models[alone])
+            manager = CheckpointManager(strategy, folder / str(size), asynchronous=False)
+            assert manager.save(2, {"actor": prepared[strategy]}, {}, {}, {}) and manager.latest() is not None
+        strategy.barrier()
+    else:
+        with pytest.raises(ValueError, match=rf"rank {outer.rank} does not run this strategy, .* ranks \[1, 3\]"):
+            FSDPV2Strategy(StrategyConfig(strategy="fsdp"), ranks=[3, 1]).setup()
+    outer.barrier()
+
+
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
@@ -171,7 +199,8 @@ def main(folder: Path) -> None:
     names, wholes, tensors = map(list, zip(*cases()))
     slices_gathers_and_files(strategy, names, wholes, tensors)
     norms_and_updates(strategy, wholes[::3], tensors[::3])
-    tensor_parallel(strategy, folder)
+    tensor_parallel(strategy, folder / "parallel")
+    some_of_the_ranks(strategy, folder)
     print(f"{len(names)} layouts")
     strategy.teardown()
 

@@ -201,7 +201,7 @@ class SelfTest:
         Raises:
             SelfTestError: states both norms, the formula and the suspected denominator.
         """
-        samples = choose(shards, buffer.epoch(0)[0].units, SAMPLES * self.strategy.world_size)
+        samples = choose(shards, buffer.epoch(0)[0].units, SAMPLES * self.strategy.mesh.data.size)
         batch = shards.collect(samples)
         due = [name for name in prepared if name in self.due and (name == "critic" or has_signal(batch))]
         if not due:
@@ -209,13 +209,13 @@ class SelfTest:
         if len(samples) < 2:
             return self._postpone(f"the batch keeps {len(samples)} sample, so there is no second way to cut it")
         bound = None if buffer.bound is None else [buffer.bound[i] for i in samples]
-        planned, other = cuts(batch.seq_lens.tolist(), self.strategy.world_size, buffer.limits, bound)
+        planned, other = cuts(batch.seq_lens.tolist(), self.strategy.mesh.data.size, buffer.limits, bound)
         if planned == other:
             return self._postpone("--max_tokens_per_micro_batch leaves no second way to cut the batch")
         kept = segment_sum(batch.loss_mask.double(), batch.cu_seqlens)
 
         def denominators(cut: Cut) -> Denominators:
-            mini = cut.mini_batch(self.strategy.rank)
+            mini = cut.mini_batch(self.strategy.mesh.data.index)
             return mini.denominators(kept, norm, self.config.algorithm.loss_agg_all_seqs)
 
         batch, state = self._moved(batch), rng_state()
@@ -256,7 +256,7 @@ class SelfTest:
 
     def _gradients(self, prepared: Prepared, batch: Experience, cut: Cut, loss_of: LossOf,
                    weight: Weight) -> dict[str, Tensor]:
-        parts = cut.parts[self.strategy.rank]
+        parts = cut.parts[self.strategy.mesh.data.index]
         for number, part in enumerate(parts):
             loss = loss_of(take(batch, part).to(self.strategy.device)) * weight(part)
             self.strategy.backward(loss, prepared, last=number == len(parts) - 1)
@@ -269,7 +269,7 @@ class SelfTest:
 
     def _suspect(self, batch: Experience, both: tuple[Cut, Cut], compare: Callable[..., Comparison]) -> str:
         """Name the rank, or the count that the loss divides by: with that undone, the two gradients agree."""
-        if self.strategy.world_size > 1 and not compare((both[0], both[0].moved())).gap <= self.limit:
+        if self.strategy.mesh.data.size > 1 and not compare((both[0], both[0].moved())).gap <= self.limit:
             return ("the rank: the same micro-batches on other ranks give another gradient. The loss, or its "
                     "denominators, must not read what differs between ranks: RANK, a random generator, a state or "
                     "samples of its own")

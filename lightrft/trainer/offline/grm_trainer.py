@@ -65,7 +65,7 @@ class GRMTrainer(SFTTrainer):
     def judge(self, rows: Sequence[JudgedExample]) -> list[str]:
         """Generate a judgement of every row, shared among the ranks, and return their answers; a collective."""
         prompts = [_prompt(row) for row in rows]
-        mine = [*enumerate(prompts)][self.strategy.rank::self.strategy.world_size]
+        mine = self.strategy.mesh.engines.of([*enumerate(prompts)])
         limits = self._limits(prompts)
         rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=max(limits))
         engine = build_hf_engine(rollout, self.policy, self.strategy.device, self.tokenizer,

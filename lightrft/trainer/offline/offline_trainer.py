@@ -169,9 +169,10 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         train = self.config.train
         limits = MicroBatchLimits(train.micro_train_batch_size * self.config.SEQUENCES,
                                   train.max_tokens_per_micro_batch)
-        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.seq_lens.tolist(), self.strategy.world_size, limits,
-                               bound, attention=cast(PackedModel, self.actor.model).attention)
-        return plan[self.strategy.rank]
+        data = self.strategy.mesh.data
+        plan = plan_mini_batch(list(range(exp.num_seqs)), exp.seq_lens.tolist(), data.size, limits, bound,
+                               attention=cast(PackedModel, self.actor.model).attention)
+        return plan[data.index]
 
     def _balanced(self, exp: Experience, total: float, sums: MetricSums) -> Tensor:
         """Return the loss of a micro-batch in training, with ``aux_loss_coef`` that of the load of the experts too."""

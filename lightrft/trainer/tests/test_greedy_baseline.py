@@ -8,6 +8,7 @@ from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.strategy.mesh import Mesh
 from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.fast_exp_maker import GreedyBaseline
@@ -99,7 +100,7 @@ def test_ranks_make_no_difference(home, tmp_path):
     whole = made.maker.generate(groups, 0)[1]()
     rows = []
     for rank in range(2):
-        made.maker.strategy = SimpleNamespace(rank=rank, world_size=2, barrier=lambda: None)
+        made.maker.strategy = SimpleNamespace(mesh=Mesh(range(2), rank), barrier=lambda: None)
         rows += made.maker.generate(groups, 0)[1]()
     rows.sort(key=lambda row: (row.group_id, row.index))
     assert rows == whole and {row.greedy_reward is not None for row in rows} == {True}
