@@ -122,7 +122,8 @@ def blocks(tensor: Tensor) -> list[Block]:
 
 def shards(tensor: DTensor) -> Iterator[list[Block]]:
     """Blocks of every shard that this rank's replica of ``tensor`` consists of, in the order of the sharded axes."""
-    axes, own = sharded_axes(tensor), tensor.device_mesh.get_coordinate() or []
+    axes = sharded_axes(tensor)
+    own: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     for indices in product(*(range(tensor.device_mesh.size(axis)) for axis in axes)):
         replaced = dict(zip(axes, indices))
         yield blocks_at(tensor, [replaced.get(axis, index) for axis, index in enumerate(own)])
@@ -138,7 +139,7 @@ def own_slice(tensor: Tensor) -> ParamSlice:
     if not isinstance(tensor, DTensor):
         return flat_slice(tensor.detach().view(-1), tensor.shape, 0)
     axes, shard = sharded_axes(tensor), local(tensor)
-    coordinate = tensor.device_mesh.get_coordinate() or [1]
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     first = not any(index for axis, index in enumerate(coordinate) if axis not in axes)
     return ParamSlice([
         Piece(torch.atleast_1d(shard[block.shard]), None, tensor.shape, [at.start for at in block.whole])
