@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightrft.rewards.workers.user_file import check_source, signature_of
 from lightrft.rewards.workers.worker import Spec
 from lightrft.utils.errors import first_line, UserError
 
+NO_MATH_VERIFY = ("the reward math: the package math_verify is not installed; run: pip install -e . in the checkout of "
+                  "lightrft, or take --reward exact")
 Submit = Callable[[list[RewardInput], list[GroupBudget]], list[Future[list[Outcome]]]]
 
 
@@ -78,9 +81,12 @@ def named_part(name: str, pool: WorkerPool) -> RewardPart:
     """Return a registered reward. Built-in ones try to decide in this process; others run in the workers.
 
     It takes a list of :class:`~lightrft.rewards.base.RewardInput`, or has one of the signatures of a reward file.
+    Raises :class:`UserError` where the package of ``math`` is not installed.
     """
     reward = REWARDS.get(name)
     if name == "math":
+        if find_spec("math_verify") is None:
+            raise UserError(NO_MATH_VERIFY)
         spec = Spec("math")
         return RewardPart(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
     if name in FAST:

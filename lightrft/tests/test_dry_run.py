@@ -212,6 +212,7 @@ ABSENT = {  # a package -> the command and the options that need it; the end of 
     "bitsandbytes": ("dpo", {"optim": "adamw_8bit"}, "-e '.[bitsandbytes]'"),
     "wandb": ("rm", {"use_wandb": True}, "-e '.[wandb]'"),
     "peft": ("sft", {"lora_rank": 4}, "-e ."),
+    "math_verify": ("train", {"reward": "math"}, "-e ."),
     "trackio": ("kto", {"use_trackio": True}, "-e '.[trackio]'"),
     "mlflow": ("train", {"trackers": "mlflow"}, "mlflow"),
 }  # yapf: disable
