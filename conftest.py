@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 
+pytest_plugins = ["lightrft.tests.support.growth"]
 LONG = ("timeout", "engine", "slow", "dist")  # markers of slow tests, the slowest first
 OF_MAKE = ("MAKEFLAGS", "VENV", "PYTEST_ARGS", "ARGS")  # of the make that runs the tests, not of those in tests
 ALLOCATIONS = 50_000  # container objects between two garbage collections

@@ -8,8 +8,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.models.config_json import media_kinds
-from lightrft.tests.support import tiny
+from lightrft.tests.support import growth, tiny
 
+growth.watch()
 get_checkpoint_conversion_mapping("qwen2")
 options(Config)
 if torch.get_num_threads() == 1:
