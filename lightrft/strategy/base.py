@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import export
@@ -272,8 +273,10 @@ class StrategyBase(ABC):
         return model.export_params(self.gathered(model, bucket_bytes, names), merge)
 
     def own_slice(self, param: nn.Parameter) -> ParamSlice:
-        """The elements of ``param`` for which this rank is responsible."""
-        return own_slice(param)
+        """The elements of ``param`` for which this rank is responsible; the first rank is for what is not divided."""
+        if self.rank and not isinstance(param, DTensor):
+            return ParamSlice([], param.shape)
+        return own_slice(param, self.mesh.ranks[0])
 
     def own_slices(self, model: nn.Module) -> Iterator[tuple[str, ParamSlice]]:
         """This rank's part of every parameter, under the names and in the order of :meth:`full_params` (LoRA apart). No

@@ -134,13 +134,18 @@ def flat_slice(elements: Tensor, shape: torch.Size, start: int) -> ParamSlice:
     return ParamSlice(slice_pieces(elements, None, shape, start), shape)
 
 
-def own_slice(tensor: Tensor) -> ParamSlice:
-    """The elements of ``tensor`` for which this rank is responsible: what it stores, as the first of their replicas."""
+def own_slice(tensor: Tensor, first_rank: int = 0) -> ParamSlice:
+    """The elements of ``tensor`` for which this rank is responsible: what it stores, as the first of their replicas.
+
+    ``first_rank``: the first rank of the default group that holds a part of the model. Meshes that do not contain it
+    are replicas of the one that does, as those of tensor parallel ranks for what these do not divide.
+    """
     if not isinstance(tensor, DTensor):
         return flat_slice(tensor.detach().view(-1), tensor.shape, 0)
     axes, shard = sharded_axes(tensor), local(tensor)
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     first = not any(index for axis, index in enumerate(coordinate) if axis not in axes)
+    first = first and bool((tensor.device_mesh.mesh == first_rank).any())
     return ParamSlice([
         Piece(torch.atleast_1d(shard[block.shard]), None, tensor.shape, [at.start for at in block.whole])
         for block in (blocks(tensor) if first else ())

@@ -23,6 +23,7 @@ from lightrft.strategy.materialize import materialize
 from lightrft.strategy.optimizer import create_scheduler, LocalAdamW, OptimSpec
 from lightrft.strategy.sharding import local, own_slice
 from lightrft.strategy.strategy import SingleProcessStrategy
+from lightrft.tests.support.sharded import full
 from lightrft.tests.support.tiny_lm import placed
 
 # even, uneven, fewer rows than ranks, one row, a vector, a cube; on meshes with an axis of one rank one of them
@@ -93,6 +94,8 @@ def slices_gathers_and_files(strategy: FSDPV2Strategy, names: list[str], wholes:
                     for pair in collectives.gather_bucket(bucket, strategy.device)]  # yapf: disable
         for name, whole, (other, found) in zip(names, wholes, gathered, strict=True):
             assert name == other and torch.equal(found, whole), f"gathered {name}: {found}"
+    for name, whole, tensor in list(zip(names, wholes, tensors))[::7]:
+        assert torch.equal(full(tensor), whole), f"full {name}"
     empty = [DTensor(torch.empty_like(local(t), device="meta"), t._spec, requires_grad=False) for t in tensors]
     model = Holder(empty, wholes)
     materialize(model, strategy.device)
@@ -188,9 +191,11 @@ def mlp() -> nn.Module:
 
 
 def same(strategy: Any, model: nn.Module, alone: Any, other: nn.Module) -> None:
+    """The weights of both are the same, gathered and as the sum of what each rank is responsible for."""
+    parts = {name: strategy.all_reduce(placed(part)) for name, part in strategy.own_slices(model)}
     right = dict(alone.gathered(other, 1 << 20))
     for name, found in strategy.gathered(model, 1 << 20):
-        assert torch.allclose(found, right[name], atol=1e-5), name
+        assert torch.allclose(found, right[name], atol=1e-5) and torch.equal(found, parts[name]), name
 
 
 def main(folder: Path) -> None:
