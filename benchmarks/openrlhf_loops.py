@@ -42,7 +42,7 @@ SIZES = {"EVAL_TASK": "generate", "MAX_LEN": 64, "MAX_NEW_TOKENS": 8, "ROLLOUT_B
          "TRAIN_BATCH_SIZE": 8, "TP_SIZE": 1, "TRAINING_ITERS": 2, "N": 8, "TRAIN_ARGS": ""}  # yapf: disable
 LOOPS: dict[str, dict[str, Any]] = {
     "rejection_sampling": {"LR": 5e-3, "EPOCHS": 2},
-    "iterative_dpo": {"LR": 1e-3, "EPOCHS": 2},
+    "iterative_dpo": {"LR": 3e-4, "EPOCHS": 2, "MIN_REWARD_GAP": 0.5},
     "conditional_sft": {"LR": 5e-3, "EPOCHS": 4, "TRAIN_BATCH_SIZE": 32, "WISH": WISH,
                         "TRAIN_ARGS": "--bf16 false --gradient_checkpointing false"},  # which are slow on a CPU
 }  # yapf: disable

@@ -47,6 +47,10 @@ class PostProcessConfig(ScoreConfig):
         None, "name of the head of a reward model in its files (default: as the model says, or its only head)")
     reward_template: str = option("{input} <rm_score>: {reward} ", "csft: prompt with the reward in it",
                                   needs="post_processor csft")
+    min_reward_gap: float = option(
+        0.0,
+        "iter_dpo: no pair of a prompt whose best and worst reward differ by less; those of a reward model that no "
+        "longer tells the responses apart are noise", within=NON_NEGATIVE, needs="post_processor iter_dpo")
     keep_truncated: bool = option(False, "rs: a response that was cut off at the length limit may be the best one too",
                                   needs="post_processor rs")
 

@@ -35,7 +35,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 # options that change nothing in the rows of single responses
-LATER = ("output_path", "post_processor", "normalize_reward", "reward_template", "keep_truncated")
+LATER = ("output_path", "post_processor", "normalize_reward", "reward_template", "keep_truncated", "min_reward_gap")
 
 
 def run(config: GenerateConfig, strategy: StrategyBase) -> None:
@@ -177,7 +177,7 @@ def _finish(config: GenerateConfig, rows: list[Row]) -> None:
         found = normalise_rewards(found)
     if config.score.post_processor:
         found, counts = post_process(config.score.post_processor, found, config.score.reward_template, config.data.wish,
-                                     config.score.keep_truncated)
+                                     config.score.keep_truncated, config.score.min_reward_gap)
     write_rows(config.out, found)
     summary |= {"rows": len(found)} | counts
     path = config.out.with_name(f"{config.out.name}.summary.json")

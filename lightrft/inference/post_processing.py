@@ -70,14 +70,16 @@ def conditional_sft(rows: list[Row], counts: Counts, template: str, wish: str = 
     return found
 
 
-def preference_pairs(rows: list[Row], counts: Counts) -> list[Row]:
-    """Return the best and the worst response to each prompt; none where all rewards are equal."""
+def preference_pairs(rows: list[Row], counts: Counts, min_gap: float = 0.0) -> list[Row]:
+    """Return the best and the worst response to each prompt; none where their rewards are equal, or closer than
+    ``min_gap``."""
     pairs = []
     for group in _groups(rows, counts):
         best, worst = (pick(group, key=lambda row: row["reward"]) for pick in (max, min))
-        if best["reward"] == worst["reward"]:
-            counts["prompts without a pair: equal rewards" if len(group) > 1 else
-                   "prompts without a pair: one response"] += 1  # yapf: disable
+        gap = best["reward"] - worst["reward"]
+        if gap == 0 or gap < min_gap:
+            counts["prompts without a pair: " + ("one response" if len(group) == 1 else "equal rewards" if gap == 0 else
+                                                 "rewards closer than --min_reward_gap")] += 1  # yapf: disable
             continue
         pairs.append(_of_prompt(best, {
             "chosen": best["output"], "chosen_reward": best["reward"],
@@ -85,14 +87,15 @@ def preference_pairs(rows: list[Row], counts: Counts) -> list[Row]:
     return pairs
 
 
-def post_process(name: str, rows: list[Row], template: str, wish: str = "",
-                 keep_truncated: bool = False) -> tuple[list[Row], Counts]:
+def post_process(name: str, rows: list[Row], template: str, wish: str = "", keep_truncated: bool = False,
+                 min_gap: float = 0.0) -> tuple[list[Row], Counts]:
     """Return the rows of the post-processor ``name``, and the number of what was left out or decided by order.
 
     Args:
         template: prompt of ``csft``.
         wish: end of the prompts of the rows, see :class:`lightrft.config.inference_schema.WishConfig`.
         keep_truncated: truncated responses take part in ``rs``.
+        min_gap: of the rewards of a pair of ``iter_dpo``.
 
     Raises:
         UserError: no row is left.
@@ -100,7 +103,7 @@ def post_process(name: str, rows: list[Row], template: str, wish: str = "",
     counts = Counts()
     processors: dict[str, Callable[[], list[Row]]] = {
         "rs": lambda: rejection_sampling(rows, counts, keep_truncated),
-        "iter_dpo": lambda: preference_pairs(rows, counts),
+        "iter_dpo": lambda: preference_pairs(rows, counts, min_gap),
         "csft": lambda: conditional_sft(rows, counts, template, wish)
     }  # yapf: disable
     found = processors[name]()

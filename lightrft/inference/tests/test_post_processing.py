@@ -38,6 +38,18 @@ def test_pairs_have_a_better_and_a_worse_response():
     assert counts["prompts without a pair: equal rewards"] == counts["prompts without a pair: one response"] == 1
 
 
+def test_a_pair_needs_rewards_that_tell_its_responses_apart():
+    """A reward model whose rewards of a prompt hardly differ orders noise."""
+    scored = rows(("a", "x", 1.06), ("a", "y", 1.05), ("b", "x", 1.0), ("b", "y", 0.5), ("c", "x", 1.0),
+                  ("c", "y", -1.0))
+    found, counts = post_process("iter_dpo", scored, TEMPLATE, min_gap=0.5)
+    assert [pair["prompt"] for pair in found
+            ] == ["b", "c"] == [pair["prompt"] for pair in post_process("iter_dpo", scored[2:], TEMPLATE)[0]]
+    assert counts == {"prompts without a pair: rewards closer than --min_reward_gap": 1}
+    with pytest.raises(UserError, match="no row is left of 2 responses .1 prompts without a pair: rewards closer than"):
+        post_process("iter_dpo", scored[:2], TEMPLATE, min_gap=0.5)
+
+
 def test_pairs_whose_first_response_is_best_or_worst():
     for order in (0.0, 1.0, 2.0), (2.0, 1.0, 0.0):
         group = rows(*(("a", f"r{reward:.0f}", reward) for reward in order))

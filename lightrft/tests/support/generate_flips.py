@@ -47,6 +47,8 @@ GENERATE_FLIPS: dict[str, Flip] = {
     Flip(True, columns("reward"), SCORED),
     "reward_template":
     Flip("{reward}: {input}", columns("input"), CSFT),
+    "min_reward_gap":
+    Flip(0.2, rows, {**SCORED, "post_processor": "iter_dpo"}),
     "keep_truncated":
     Flip(True, rows, {**SCORED, "post_processor": "rs"}),
     "output_path":
