@@ -37,7 +37,7 @@ def peer(side: str, case: str, tree: Path, home: Path) -> Iterator[Seconds]:
 
 def engine(model: str, lengths: str, tree: Path, home: Path) -> Iterator[Seconds]:
     """Measure a case of hf_engine.py again and again, in one process that waits in between."""
-    command = [sys.executable, "-W", "ignore", __file__, "--engine", model, lengths]
+    command = [sys.executable, "-W", "ignore", __file__, "_engine", model, lengths]
     with subprocess.Popen(command, env=environ(tree), stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin and process.stdout
         try:
@@ -51,7 +51,7 @@ def engine(model: str, lengths: str, tree: Path, home: Path) -> Iterator[Seconds
 def trainer(ranks: int, tree: Path, home: Path) -> Iterator[Seconds]:
     """Measure the command of bare_loop.py again and again."""
     while True:
-        yield child(tree, [__file__, "--trainer", str(ranks), str(home)])
+        yield child(tree, [__file__, "_trainer", str(ranks), str(home)])
 
 
 CASES: dict[str, Callable[[Path, Path], Iterator[Seconds]]] = {
@@ -100,7 +100,7 @@ def measure_engine(model: str, lengths: str) -> None:
 def measure_trainer(ranks: str, home: str) -> None:
     """Run the command of bare_loop.py on the tree that is imported."""
     model, data = f"{home}/sft/hf", f"{home}/data/train.parquet"
-    lines = trainer_metrics(model, data, STEPS + 1, int(ranks), [__file__, "--run"], FLAGS)
+    lines = trainer_metrics(model, data, STEPS + 1, int(ranks), [__file__, "_run"], FLAGS)
     tokens = sum(line["rollout/tokens"] for line in lines[1:])
     print(json.dumps({"cpu_s": lines[-1]["cpu_s"] - lines[0]["cpu_s"], "tokens": tokens}))
 
@@ -167,11 +167,11 @@ def report(args: argparse.Namespace, trees: dict[str, Path], home: Path) -> None
             args.out.write_text(json.dumps(results | {"runs": runs}, indent=1) + "\n")
 
 
-CHILDREN: dict[str, Callable[..., None]] = {"--engine": measure_engine, "--trainer": measure_trainer}
+CHILDREN: dict[str, Callable[..., None]] = {"_engine": measure_engine, "_trainer": measure_trainer}
 
 if __name__ == "__main__":
     mode, *words = sys.argv[1:] or [""]
-    if mode == "--run":
+    if mode == "_run":
         run_trainer(words)
     else:
         CHILDREN.get(mode, lambda *words: main())(*words)

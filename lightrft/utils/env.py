@@ -20,6 +20,7 @@ from lightrft.utils.logging import get_logger
 _GIB = float(1 << 30)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ALLOCATIONS = 50_000  # container objects between two garbage collections while models train
+_FROZEN_BY_PYTHON = 5000  # objects at most: each full collection of Python 3.12 freezes some hundred
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 _KEPT = 1 << 30  # bytes of freed host memory
 _MMAP_THRESHOLD = 32 << 20  # bytes; the largest that glibc takes, and where its own rule ends
@@ -98,7 +99,7 @@ def frozen_objects() -> Iterator[None]:
     all stay frozen until an outer call ends.
     """
     global _open_freezes
-    outer = _open_freezes or gc.get_freeze_count()  # to count a million objects takes 60 ms
+    outer = _open_freezes or gc.get_freeze_count() > _FROZEN_BY_PYTHON  # to count a million objects takes 60 ms
     _open_freezes += 1
     gc.freeze()
     try:

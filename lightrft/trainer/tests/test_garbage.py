@@ -45,29 +45,29 @@ def test_a_step_leaves_no_tensors_to_the_collector(home, tmp_path, options):
 
 @pytest.fixture(name="thawed")
 def fixture_thawed(monkeypatch):
-    """The collector is that of a program that begins to train: no object is frozen."""
+    """The collector is that of a program that begins to train; yields how many objects are frozen, which is 0 but in
+    Python 3.12, whose collections freeze a few."""
     thresholds = gc.get_threshold()
     monkeypatch.setattr(env, "_open_freezes", 0)
     gc.set_threshold(700, 10, 10)
     gc.unfreeze()
-    yield
+    gc.collect()
+    yield gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(*thresholds)
 
 
-@pytest.mark.usefixtures("thawed")
-def test_the_collector_is_as_before_after_training():
+def test_the_collector_is_as_before_after_training(thawed):
     before = gc.get_threshold()
     with pytest.raises(KeyError), rare_garbage_collection():
-        assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > 0
+        assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count() > thawed
         raise KeyError
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before and gc.get_freeze_count() <= thawed
 
 
-@pytest.mark.usefixtures("thawed")
-def test_an_inner_call_leaves_what_an_outer_one_froze():
+def test_an_inner_call_leaves_what_an_outer_one_froze(thawed):
     with rare_garbage_collection():
         with rare_garbage_collection():
             pass
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() > thawed
+    assert gc.get_freeze_count() <= thawed
