@@ -27,17 +27,15 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
-from lightrft.trainer.samples import pack_samples
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import BatchRanks, Shards
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Batch, Episode, Prompt, Segment
 
 MIB = 1 << 20
 COLLECTIVES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "all_to_all_single")
 
 
-def local_batch(rank: int, world: int, prompts: int, samples: int,
-                tokens: int) -> tuple[Experience, list[ScoredSample]]:
+def local_batch(rank: int, world: int, prompts: int, samples: int, tokens: int) -> tuple[Batch, list[ScoredSample]]:
     """Pack the responses of this rank, of ``tokens`` on average, and their scores."""
     packs, scored = [], []
     for group in range(rank, prompts, world):
@@ -46,11 +44,11 @@ def local_batch(rank: int, world: int, prompts: int, samples: int,
                 torch.randint(tokens // 2, tokens * 3 // 2, (samples, ), generator=generator).tolist()):
             prompt = Prompt("", [1] * 64, "")
             new = length - 64
-            sample = Sample(prompt, group, index, [1] * length, [False] * 64 + [True] * new, [-0.5] * length,
-                            [-1] * 64 + [0] * new, "stop")
-            packs.append(pack_samples([sample], samples))
+            segment = Segment([1] * new, [-0.5] * new, version=0)
+            sample = Episode(prompt, group, index, [segment], "stop")
+            packs.append(Batch.of([sample]))
             scored.append(ScoredSample(group, index, float(index % 3), {"exact": 1.0}, {"exact": 1.0}))
-    return Experience.cat(packs), scored
+    return Batch.cat(packs), scored
 
 
 def plan(lens: Tensor, strategy: StrategyBase) -> ReplayBuffer:
@@ -58,16 +56,16 @@ def plan(lens: Tensor, strategy: StrategyBase) -> ReplayBuffer:
     return ReplayBuffer(lens, len(lens) // 4, MicroBatchLimits(8, 1 << 30), strategy.rank, strategy.world_size, "0")
 
 
-def log_probs(exp: Experience) -> Tensor:
+def log_probs(exp: Batch) -> Tensor:
     """Stand in for a forward pass."""
     return -exp.token_ids.float()
 
 
-def gathered(strategy: StrategyBase, exp: Experience, scored: list[ScoredSample]) -> float:
+def gathered(strategy: StrategyBase, exp: Batch, scored: list[ScoredSample]) -> float:
     """Gather the whole batch on every rank."""
     parts = strategy.all_gather_object(exp)
-    exp = Experience.cat(parts) if len(parts) > 1 else exp
-    exp = exp.select(exp.sample_ids.argsort().tolist()) if len(parts) > 1 else exp
+    exp = Batch.cat(parts) if len(parts) > 1 else exp
+    exp = exp.select(sorted(range(exp.num_seqs), key=exp.keys.__getitem__)) if len(parts) > 1 else exp
     own = [i for mini in plan(exp.seq_lens, strategy).epoch(0) for part in mini.micro_batches for i in part]
     for name in ("old_logprobs", "ref_logprobs"):
         whole = torch.zeros(exp.num_tokens)
@@ -81,10 +79,10 @@ def gathered(strategy: StrategyBase, exp: Experience, scored: list[ScoredSample]
     return exp.advantages.double().abs().sum().item()
 
 
-def moved(strategy: StrategyBase, exp: Experience, scored: list[ScoredSample]) -> float:
+def moved(strategy: StrategyBase, exp: Batch, scored: list[ScoredSample]) -> float:
     """Move each sequence to the rank that trains it."""
-    numbers = exp.sample_ids
     shards = Shards(strategy, exp)
+    numbers = shards.numbers
     shards.move(plan(shards.lens, strategy).homes())
     for name in ("old_logprobs", "ref_logprobs"):
         vars(shards.exp)[name] = log_probs(shards.exp)

@@ -24,10 +24,9 @@ from lightrft.rollout import Completion, Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.logprob_pass import Pass
-from lightrft.trainer.overlapped_passes import OverlappedPasses
+from lightrft.trainer.overlapped_passes import PassThread
 from lightrft.trainer.replay_buffer import MicroBatchLimits
-from lightrft.trainer.samples import pack_samples
-from lightrft.types import Prompt, Sample
+from lightrft.types import Batch, Episode, Prompt
 
 PROMPT = 128
 
@@ -36,7 +35,7 @@ class Ways:
     """Two orders of the same rollout and passes: in sequence and overlapped."""
 
     def __init__(self, groups: int, samples: int, slots: int, tokens: int) -> None:
-        rng, self.samples, self.tokens = random.Random(1), samples, tokens
+        rng, self.tokens = random.Random(1), tokens
         prompts = [[LONGEST + 1 + rng.randrange(32) for _ in range(PROMPT)] for _ in range(groups)]
         self.requests = [Request(ids, [samples * i + j for j in range(samples)]) for i, ids in enumerate(prompts)]
         model, other = (counting_model(SIZES["hidden 256"]) for _ in range(2))
@@ -47,20 +46,18 @@ class Ways:
         self.reference, self.strategy = ActorLanguage(other), FakeStrategy(StrategyConfig(), False)
         self.strategy.setup()
 
-    def generate(self, take: Callable[[list[Sample]], Any]) -> None:
+    def generate(self, take: Callable[[list[Episode]], Any]) -> None:
         """Generate one rollout; ``take`` gets every response as it ends."""
         self.engine.generate(self.requests, SamplingParams(LONGEST),
                              on_arrived=lambda ended: take([self._sample(*each) for each in ended]))
 
-    def _sample(self, i: int, j: int, one: Completion) -> Sample:
-        ids = self.requests[i].token_ids
-        return Sample(Prompt("", ids, ""), i, j, ids + one.token_ids, [False] * len(ids) + [True] * len(one.token_ids),
-                      [0.0] * len(ids) + one.logprobs, [0] * (len(ids) + len(one.token_ids)), "stop", "")
+    def _sample(self, i: int, j: int, one: Completion) -> Episode:
+        return Episode.of(Prompt("", self.requests[i].token_ids, ""), i, j, one, 0)
 
-    def early(self, forward: Callable[..., torch.Tensor]) -> OverlappedPasses:
+    def early(self, forward: Callable[..., torch.Tensor]) -> PassThread:
         """Make the trainer's own overlapped passes."""
         limits = MicroBatchLimits(0, self.tokens)
-        return OverlappedPasses(self.strategy, [Pass("ref", ("ref_logprobs", ), forward)], limits, self.samples)
+        return PassThread(self.strategy, [Pass("ref", ("ref_logprobs", ), forward)], limits)
 
     def overlapped(self) -> float:
         """Seconds of generation with overlapped passes."""
@@ -80,7 +77,7 @@ class Ways:
         for ready, pack in packs:
             begun = clock()
             with torch.no_grad():
-                self.reference(pack_samples(pack, self.samples))
+                self.reference(Batch.of(pack))
             end = max(end, ready) + clock() - begun
         return time.perf_counter() - start, (generated - cpu, clock() - generated), max(end, generated) - cpu
 

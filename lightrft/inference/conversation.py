@@ -9,8 +9,8 @@ from lightrft.datasets.records import Message
 from lightrft.datasets.rows import DataError, hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
 from lightrft.rollout.engine import Completion, Request, RolloutEngine
-from lightrft.trainer.samples import Response, sample_seed, to_samples
-from lightrft.types import Prompt
+from lightrft.trainer.samples import decode, sample_seed
+from lightrft.types import Episode, Prompt
 from lightrft.utils.logging import silent
 
 PIECE = 16  # tokens that are generated before they are shown
@@ -83,7 +83,7 @@ class Conversation:
             request = Request.of(prompt, [seed], [done.token_ids])
             ((piece, ), ) = self.engine.generate([request], replace(sampling, max_new_tokens=most))
             done.extend(piece)
-            (sample, ) = to_samples(tokenizer, [(0, prompt, 0, Response.of(done, 0))], sampling.stop_token_ids)
+            (sample, ) = decode(tokenizer, [Episode.of(prompt, 0, 0, done, 0)], sampling.stop_token_ids)
             ended = done.finish_reason != "length" or most == cfg.generate_max_len
             text = sample.text if ended else sample.text.rstrip(UNFINISHED)
             yield text[len(shown):]

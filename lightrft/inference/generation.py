@@ -11,8 +11,8 @@ from lightrft.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import Row, RowFiles
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.samples import Response, reward_input, sample_seed, to_samples
-from lightrft.types import Prompt, Sample
+from lightrft.trainer.samples import decode, reward_input, sample_seed
+from lightrft.types import Episode, Prompt
 from lightrft.utils.progress import progress
 from lightrft.utils.watchdog import stop_requested, tick
 
@@ -137,8 +137,8 @@ class BatchGenerator:
 
         def finished(i: int, completions: list[Completion]) -> bool:
             number, prompt = numbered[i]
-            ended = [(number, prompt, j, Response.of(done, 0)) for j, done in enumerate(completions)]
-            samples = to_samples(self.tokenizer, ended, self.sampling.stop_token_ids)
+            responses = (Episode.of(prompt, number, j, done, 0) for j, done in enumerate(completions))
+            samples = decode(self.tokenizer, responses, self.sampling.stop_token_ids)
             writer.add(number, [self.row(sample) for sample in samples],
                        [reward_input(prompt, sample.text) for sample in samples])
             return stop_requested()
@@ -146,7 +146,7 @@ class BatchGenerator:
         self.engine.generate(requests, self.sampling, finished)
         writer.drain()
 
-    def row(self, sample: Sample) -> Row:
+    def row(self, sample: Episode) -> Row:
         """Return the row of a response. With media the prompt is there as messages too, with the columns of those and
         what their template was given."""
         prompt = sample.prompt

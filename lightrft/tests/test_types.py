@@ -1,42 +1,55 @@
-"""Experience: selecting, splitting, joining and moving keep every field of every sequence together."""
+"""Batch: selecting, splitting, joining and moving keep every declared field of every sequence together."""
 import pickle
-from dataclasses import fields
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.rollout.engine import Completion
+from lightrft.types import Batch, Episode, Experience, number, NUMBERS, Prompt, Sample
 
 LENS = [3, 1, 4, 2]
 
 
-def make() -> Experience:
+@pytest.fixture(autouse=True)
+def calls_and_delays(monkeypatch):
+    """A number per response and one per token, declared for a test."""
+    monkeypatch.setattr(NUMBERS, "_entries", {})
+    number("calls")
+    number("delay", "T", missing=-1.0)
+
+
+def make() -> Batch:
     """Four sequences with every field set; a value shows its field, its sequence and its position."""
     cu = torch.tensor([0, *LENS]).cumsum(0).to(torch.int32)
     seq = torch.repeat_interleave(torch.arange(4), torch.tensor(LENS))
     token, sequence = 10 * seq + torch.arange(10) - cu[seq], torch.arange(4)
     values = {"cu_seqlens": cu, "media": [(f"{i}.png", ) * i for i in range(4)]}
-    for number, f in enumerate(fields(Experience)):
-        if f.name not in values:
-            base = token if f.metadata["axis"] == "T" else sequence
-            values[f.name] = base + 1000 * number
-    exp = Experience(**values)
+    for i, (name, declared) in enumerate(Batch.declared().items()):
+        if name not in values:
+            values[name] = (token if declared.axis == "T" else sequence) + 1000 * i
+    exp = Batch(**values, extra={"calls": sequence + 0.5, "delay": token + 0.5})
     exp.loss_mask = token % 2 == 0
     exp.scored = sequence % 2 == 0
     return exp
 
 
-def sequences(exp: Experience) -> list[dict]:
+def values_of(exp: Batch) -> dict:
+    """Axis and value of every field and number."""
+    return {name: (declared.axis, vars(exp)[name]) for name, declared in exp.declared().items()} | {
+        name: (NUMBERS.get(name).axis, value) for name, value in exp.extra.items()}  # yapf: disable
+
+
+def sequences(exp: Batch) -> list[dict]:
     """Each sequence alone, as plain lists."""
     cu, out = exp.cu_seqlens.tolist(), []
     for b in range(exp.num_seqs):
         row = {}
-        for f in fields(exp):
-            axis, value = f.metadata["axis"], exp.__dict__[f.name]
+        for name, (axis, value) in values_of(exp).items():
             if axis == "T":
-                row[f.name] = value[cu[b]:cu[b + 1]].tolist()
+                row[name] = value[cu[b]:cu[b + 1]].tolist()
             elif axis != "cu":
-                row[f.name] = value[b] if axis == "list" else value[b].item()
+                row[name] = value[b] if axis == "list" or isinstance(value, list) else value[b].item()
         out.append(row)
     return out
 
@@ -54,7 +67,7 @@ def test_split_and_cat_are_inverse():
     exp = make()
     parts = exp.split([[2, 0], [], [1, 3]])
     assert [part.num_seqs for part in parts] == [2, 0, 2]
-    joined = Experience.cat(parts)
+    joined = Batch.cat(parts)
     assert sequences(joined.select([1, 2, 0, 3])) == sequences(exp)
     assert joined.cu_seqlens.dtype == torch.int32
 
@@ -62,23 +75,55 @@ def test_split_and_cat_are_inverse():
 def test_media_travel_as_keys():
     chosen = pickle.loads(pickle.dumps(make().select([3, 1])))
     assert chosen.media == [("3.png", ) * 3, ("1.png", )]
-    assert Experience.cat([chosen, make()]).split([[5], [0]])[1].media == [("3.png", ) * 3]
+    assert Batch.cat([chosen, make()]).split([[5], [0]])[1].media == [("3.png", ) * 3]
 
 
 def test_absent_fields_stay_absent_and_half_absent_ones_are_refused():
     exp = make()
     exp.values = exp.media = None
     assert exp.select([0]).values is None and exp.to("cpu").media is None
-    assert Experience.cat(exp.split([[0], [1]])).values is None
+    assert Batch.cat(exp.split([[0], [1]])).values is None
     with pytest.raises(ValueError, match="values is set in some parts only"):
-        Experience.cat([exp, make()])
+        Batch.cat([exp, make()])
+
+
+def test_a_number_that_some_parts_lack_is_missing_there():
+    joined = Batch.cat([replace(make(), extra={}), make()])
+    assert joined.extra["calls"].isnan().tolist() == [True] * 4 + [False] * 4
+    assert (joined.extra["delay"] == -1).tolist() == [True] * 10 + [False] * 10
+
+
+def test_a_checkpoint_has_the_numbers_that_this_run_declares():
+    saved = vars(make()) | {"extra": {"calls": torch.ones(4), "gone": torch.ones(4)}}
+    loaded = Batch.load(saved)
+    assert {*loaded.extra} == {"calls", "delay"} and (loaded.extra["delay"] == -1).all()
+
+
+def test_responses_fill_every_field_that_is_declared_to_be_read_from_them():
+    prompt = Prompt("u", [1, 2], "p", media=("image:0", ))
+    first = Episode.of(prompt, 3, 0, Completion([5], [-0.5], "stop"), 7)
+    second = Episode.of(prompt, 3, 1, Completion([5], [-0.25], "abort"), 7)
+    second.add(Completion([6], [-0.25], "length"), 8)
+    second.extra |= {"calls": 2, "delay": [0.5]}
+    exp = Batch.of([first, second])
+    assert exp.keys == [(3, 0), (3, 1)] and exp.cu_seqlens.tolist() == [0, 3, 7] and exp.prompt_lens == [2, 2]
+    assert exp.weight_versions.tolist() == [-1, -1, 7, -1, -1, 7, 8] and exp.truncated.tolist() == [False, True]
+    assert exp.extra["calls"].nan_to_num(-1).tolist() == [-1, 2] and exp.extra["delay"].tolist() == [-1] * 6 + [0.5]
+    assert exp.media == [("image:0", )] * 2 and Batch.of([]).num_tokens == 0
+    for name, declared in Batch.declared().items():
+        value = vars(exp)[name]
+        assert (value is not None) == (declared.of is not None or declared.axis == "cu"), name
+        assert declared.axis == "list" or value is None or value.dtype == declared.dtype, name
+
+
+def test_the_names_of_lightrft_are_the_same_classes():
+    assert Experience is Batch and Sample is Episode
 
 
 def test_to_moves_every_tensor_and_copies_nothing_else():
     moved = make().to("meta")
-    for f in fields(moved):
-        value = moved.__dict__[f.name]
-        assert f.metadata["axis"] == "list" or value.device.type == "meta", f.name
+    for name, (axis, value) in values_of(moved).items():
+        assert axis == "list" or value.device.type == "meta", name
     assert moved.media == make().media
     assert sequences(make().to("cpu")) == sequences(make())
 
@@ -89,10 +134,26 @@ def test_a_change_of_a_selection_leaves_the_whole_alone():
     assert exp.rewards.tolist() == make().rewards.tolist()
 
 
-def test_response_length():
-    sample = Sample(Prompt("u", [1, 2], "p"), 0, 0, [1, 2, 3, 4, 5], [False] * 2 + [True] * 3, [0.0] * 5,
-                    [-1] * 2 + [0] * 3, "stop")
-    assert sample.response_len == 3
+def test_an_episode_has_a_segment_per_source_and_lists_per_token():
+    """Turns of the same weights with an answer between them, a resumed turn, and other weights."""
+    episode = Episode.of(Prompt("u", [1, 2], "p"), 4, 1, Completion([3, 4, 8, 9, 5], [-0.1, -0.2, 0.0, 0.0, -0.3],
+                                                                    "abort", [(2, 4)]), 7)  # yapf: disable
+    episode.add(Completion([], [], "abort"), 7)
+    episode.add(Completion([6], [-0.4], "abort"), 7)
+    assert episode.open and [each.token_ids for each in episode.segments] == [[3, 4], [8, 9], [5, 6]]
+    episode.add(Completion([7], [-0.5], "length"), 8)
+    assert episode.token_ids == [1, 2, 3, 4, 8, 9, 5, 6, 7] and episode.response_ids == episode.token_ids[2:]
+    assert episode.loss_mask == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 3
+    assert episode.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3, -0.4, -0.5]
+    assert episode.weight_versions == [-1, -1, 7, 7, -1, -1, 7, 7, 8]
+    assert (episode.prompt_len, episode.response_len, episode.num_tokens, episode.truncated) == (2, 7, 9, True)
+    assert Episode.load(episode.prompt, 4, 1, episode.state()) == episode
+
+
+def test_an_answer_at_the_start_of_a_resumed_turn_is_given():
+    episode = Episode.of(Prompt("u", [1], "p"), 0, 0, Completion([2], [-1.0], "abort"), 3)
+    episode.add(Completion([3, 4], [0.0, -2.0], "stop", [(0, 1)]), 3)
+    assert [(each.token_ids, each.drawn) for each in episode.segments] == [([2], True), ([3], False), ([4], True)]
 
 
 def test_drawn_tokens_stay_known_when_they_leave_the_loss():

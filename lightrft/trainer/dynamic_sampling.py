@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.samples import pack_samples
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Experience
+from lightrft.types import Batch
 from lightrft.utils.logging import get_logger
 
 _CARRIED = {
@@ -28,19 +27,18 @@ def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
 @dataclass
 class ScoredGroups:
     """Whole groups of this rank, one after another: packed samples and their scores."""
-    exp: Experience
+    exp: Batch
     scored: list[ScoredSample]
-    size: int  # samples per group
 
     @property
     def numbers(self) -> list[int]:
         """Number of each group: of the draw of its prompt."""
-        return self.exp.group_ids[::self.size].tolist()
+        return self.exp.group_ids.unique_consecutive().tolist()
 
     def keep(self, samples: Tensor) -> "ScoredGroups":
         """Return the groups of the samples where ``samples`` [B] is True."""
         index = samples.nonzero()[:, 0].tolist()
-        return ScoredGroups(self.exp.select(index), [self.scored[i] for i in index], self.size)
+        return ScoredGroups(self.exp.select(index), [self.scored[i] for i in index])
 
     def split(self, numbers: list[int]) -> tuple["ScoredGroups", "ScoredGroups"]:
         """Return the groups ``numbers`` that are here, and the others."""
@@ -50,21 +48,19 @@ class ScoredGroups:
     def __add__(self, other: "ScoredGroups") -> "ScoredGroups":
         if not (self.scored and other.scored):
             return self if self.scored else other
-        return ScoredGroups(Experience.cat([self.exp, other.exp]), self.scored + other.scored, self.size)
+        return ScoredGroups(Batch.cat([self.exp, other.exp]), self.scored + other.scored)
 
     def renumbered(self, order: list[int]) -> "ScoredGroups":
         """Return the same groups, numbered by their index in ``order``, which becomes the order of the batch."""
-        exp = self.exp.select(list(range(len(self.scored))))
-        exp.group_ids = torch.tensor([order.index(number) for number in self.numbers],
-                                     dtype=torch.long).repeat_interleave(self.size)
-        exp.sample_ids = exp.group_ids * self.size + torch.arange(len(self.scored)) % self.size
-        scored = [replace(each, group_id=group_id) for each, group_id in zip(self.scored, exp.group_ids.tolist())]
-        return ScoredGroups(exp, scored, self.size)
+        places = {number: place for place, number in enumerate(order)}
+        group_ids = [places[number] for number in self.exp.group_ids.tolist()]
+        scored = [replace(each, group_id=group_id) for each, group_id in zip(self.scored, group_ids)]
+        return ScoredGroups(replace(self.exp, group_ids=torch.tensor(group_ids, dtype=torch.long)), scored)
 
     @classmethod
-    def none(cls, size: int) -> "ScoredGroups":
+    def none(cls) -> "ScoredGroups":
         """Return an empty set of groups."""
-        return cls(pack_samples([], size), [], size)
+        return cls(Batch.of([]), [])
 
 
 @dataclass
@@ -78,7 +74,7 @@ class Tally:
     sums: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
     causes: Counter[str] = field(default_factory=Counter)  # causes of unscored samples
 
-    def add(self, drawn: int, accepted: int, exp: Experience, causes: Counter[str], strategy: StrategyBase) -> None:
+    def add(self, drawn: int, accepted: int, exp: Batch, causes: Counter[str], strategy: StrategyBase) -> None:
         """Add one round; ``exp`` holds this rank's samples of it."""
         self.rounds, self.drawn, self.accepted = self.rounds + 1, self.drawn + drawn, self.accepted + accepted
         self.first = self.first or drawn

@@ -1,5 +1,6 @@
 """Environments (tools, users, games) that answer a response, which then resumes with another turn."""
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -8,7 +9,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.rollout.engine import Continuation, Ended, NextTurn
-from lightrft.types import Prompt
+from lightrft.types import Episode, NUMBERS, Prompt
 from lightrft.utils.errors import UserError
 
 
@@ -20,20 +21,31 @@ class Environment(Protocol):
     have themselves. Rewards see the whole response. Evaluation uses the same environment.
     """
 
-    def turn(self, prompt: Prompt, response: str) -> str | None:
-        """Return the text to append to ``response``, which has just drawn a stop token; None ends it.
+    def turn(self, prompt: Prompt, response: str) -> "str | Reply | None":
+        """Return the text to append to ``response``, which has just drawn a stop token; None ends it. A :class:`Reply`
+        also has numbers for the log.
 
         Args:
             response: all turns so far, with earlier answers and special tokens.
         """
 
 
+@dataclass(frozen=True)
+class Reply:
+    """Answer of an environment with numbers of the response by name, such as the seconds that a tool took.
+
+    They are declared by :func:`lightrft.types.number`, and added to those of the earlier turns of the response.
+    """
+    text: str | None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
 def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBase,
-              so_far: Callable[[int, int], tuple[Prompt, list[int]]]) -> NextTurn | None:
+              so_far: Callable[[int, int], Episode]) -> NextTurn | None:
     """Return the callback of an engine that asks ``environment``; None without one.
 
     Args:
-        so_far: prompt, and the tokens that a response had before this call, by request and index among its seeds.
+        so_far: a response before this call, by request and index among its seeds.
     """
     if environment is None:
         return None
@@ -42,14 +54,28 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
 
     def ask(ended: Ended) -> list[Continuation | None]:
         begun = [so_far(i, k) for i, k, _ in ended]
-        texts = decode_behind(tokenizer, [(prompt.token_ids, tokens + done.token_ids)
-                                          for (prompt, tokens), (*_, done) in zip(begun, ended)])  # yapf: disable
-        answers = [environment.turn(prompt, text) for (prompt, _), text in zip(begun, texts)]
-        for (prompt, _), answer in zip(begun, answers):
-            if not (answer is None or isinstance(answer, str)):
-                raise UserError(f"the environment answers the prompt {prompt.uid!r} with {answer!r}; turn() returns a "
-                                "text, or None to end the response")
+        texts = decode_behind(tokenizer, [(episode.prompt.token_ids, episode.response_ids + done.token_ids)
+                                          for episode, (*_, done) in zip(begun, ended)])  # yapf: disable
+        answers = [_answer(environment, episode, text) for episode, text in zip(begun, texts)]
         tokens = iter(renderer.encode_inside([answer for answer in answers if answer is not None]))
         return [None if answer is None else Continuation(next(tokens)) for answer in answers]
 
     return ask
+
+
+def _answer(environment: Environment, episode: Episode, text: str) -> str | None:
+    """Ask the environment, and add its numbers to the episode.
+
+    Raises:
+        UserError: the answer is no text, or a number is not declared.
+    """
+    answer = environment.turn(episode.prompt, text)
+    reply = answer if isinstance(answer, Reply) else Reply(answer)
+    if not (reply.text is None or isinstance(reply.text, str)):
+        raise UserError(
+            f"the environment answers the prompt {episode.prompt.uid!r} with {reply.text!r}; turn() returns a "
+            "text, or None to end the response")
+    for name, value in reply.numbers.items():
+        NUMBERS.get(name)
+        episode.extra[name] = episode.extra.get(name, 0) + value
+    return reply.text

@@ -14,7 +14,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Prompt, Sample
+from lightrft.types import Episode, Prompt
 from lightrft.utils.logging import warn_of_all
 
 GROUPS, SAMPLES = 4, 8  # held-out prompts, and answers to each, that the report shows
@@ -46,7 +46,7 @@ class Answer:
     source: str  # data source of the prompt
     length: int  # tokens of the response
     scored: ScoredSample
-    sample: Sample | None = None  # with its tokens, where it is shown
+    sample: Episode | None = None  # with its tokens, where it is shown
 
 
 class Evaluator:
@@ -96,12 +96,12 @@ class Evaluator:
                 f"{self.correctness.remedy(undefined)}")
             self.warned = True
 
-    def _shown(self, sample: Sample) -> bool:
+    def _shown(self, sample: Episode) -> bool:
         log = self.config.log
         printed = sample.group_id < log.print_samples and not sample.index
         return printed or log.report and sample.group_id < GROUPS and sample.index < SAMPLES
 
-    def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Sample]:
+    def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Episode]:
         seeds = [[sample_seed("eval", prompt.uid, j) for j in range(self.config.eval.eval_n_samples)]
                  for _, prompt in mine]
         return respond(self.engine, self.tokenizer, self.environment, mine, seeds, self.sampling, "evaluation")

@@ -23,11 +23,10 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
-from lightrft.trainer.samples import (pack_samples, respond, ResponseGroup, reward_input, sample_seed, sampling_params,
-                                      to_samples)
+from lightrft.trainer.samples import decode, respond, ResponseGroup, reward_input, sample_seed, sampling_params
 from lightrft.trainer.scores import on_tokens, RewardTable, ScoredSample, spread_steps
 from lightrft.trainer.shards import BatchRanks, Shards
-from lightrft.types import Experience, MediaSource, Prompt, Sample
+from lightrft.types import Batch, Episode, MediaSource, Prompt
 from lightrft.utils.lightrft_names import answers_names
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
@@ -45,7 +44,7 @@ class Listener(Protocol):
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
         """Return True if reports of single responses save time; else whole groups are reported."""
 
-    def arrived(self, samples: list[tuple[int, Sample]]) -> None:
+    def arrived(self, samples: list[tuple[int, Episode]]) -> None:
         """Receive finished samples, each with the index of its group on this rank."""
 
     def finished(self, group: int) -> None:
@@ -68,7 +67,7 @@ class RewardListener:
         """Implement :meth:`Listener.wants_each`."""
         return any(self.rewards.begins_early(reward_input(prompt, "")) for prompt in prompts)
 
-    def arrived(self, samples: list[tuple[int, Sample]]) -> None:
+    def arrived(self, samples: list[tuple[int, Episode]]) -> None:
         """Implement :meth:`Listener.arrived`."""
         self.rewards.begin([(self.handles[i], sample.index, reward_input(sample.prompt, sample.text))
                             for i, sample in samples])
@@ -94,7 +93,7 @@ class GreedyBaseline:
                  environment: Environment | None = None) -> None:
         self.engine, self.rewards, self.tokenizer, self.environment = engine, rewards, tokenizer, environment
 
-    def start(self, samples: list[Sample], sampling: SamplingParams) -> Callable[[], dict[int, tuple]]:
+    def start(self, samples: list[Episode], sampling: SamplingParams) -> Callable[[], dict[int, tuple]]:
         """Answer the prompts of this rank's ``samples`` greedily and start scoring.
 
         Args:
@@ -129,10 +128,10 @@ class GenerationRun:
         self.version, self.opened = maker.engine.weight_version, [group.open for group in groups]
         self.late = {group.number for group in groups} & due
         self.done: set[int] = set()
-        self.samples: list[dict[int, Sample]] = [{} for _ in groups]
+        self.samples: list[dict[int, Episode]] = [{} for _ in groups]
         self.bar = phase(min(quota, len(groups)), "rollout", "prompt")
 
-    def run(self, requests: list[Request]) -> list[Sample]:
+    def run(self, requests: list[Request]) -> list[Episode]:
         """Generate; return the reported samples, group by group."""
         maker = self.maker
         asked = requests if self.quota or self.late else []  # ranks that share an engine must call it together
@@ -147,9 +146,8 @@ class GenerationRun:
         self.bar.close()
         return [group[j] for group in self.samples for j in sorted(group)]
 
-    def _so_far(self, i: int, k: int) -> tuple[Prompt, list[int]]:
-        group = self.groups[i]
-        return group.prompt, group.responses[self.opened[i][k]].token_ids
+    def _so_far(self, i: int, k: int) -> Episode:
+        return self.groups[i].responses[self.opened[i][k]]
 
     def _arrived(self, ended: list[tuple[int, int, Completion]]) -> None:
         for i, k, completion in ended:
@@ -175,8 +173,8 @@ class GenerationRun:
 
     def _report(self, ended: list[tuple[int, int]]) -> None:
         """Decode finished responses, given by group and index, and report them."""
-        samples = to_samples(self.maker.tokenizer, [self.groups[i].ended(j) for i, j in ended],
-                             self.maker.sampling.stop_token_ids)
+        samples = decode(self.maker.tokenizer, [self.groups[i].responses[j] for i, j in ended],
+                         self.maker.sampling.stop_token_ids)
         fresh = [(i, sample) for (i, _), sample in zip(ended, samples)]
         for i, sample in fresh:
             self.samples[i][sample.index] = sample
@@ -194,7 +192,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def exp(self) -> Experience:
+    def exp(self) -> Batch:
         """The sequences that live on this rank."""
         return self.shards.exp
 
@@ -240,7 +238,7 @@ class FastExperienceMaker:
         """Make one rollout over the global batch ``prompts`` (the same list on every rank)."""
         return self.complete(*self.generate(list(enumerate(prompts)), step), step, kl_coef)
 
-    def generate(self, numbered: list[tuple[int, Prompt]], step: int | str) -> tuple[Experience, Scored]:
+    def generate(self, numbered: list[tuple[int, Prompt]], step: int | str) -> tuple[Batch, Scored]:
         """Generate responses to this rank's share of numbered prompts; a collective.
 
         Args:
@@ -252,7 +250,7 @@ class FastExperienceMaker:
         mine = [ResponseGroup.new(number, prompt, self.size) for number, prompt in self.deal(numbered)]
         samples, scored = self.advance(mine, step, len(mine), set())
         with self.timer("gather"):
-            exp = pack_samples(samples, self.size)
+            exp = Batch.of(samples)
             if self.overlapped is not None:
                 self.overlapped.fill(exp)
         return exp, scored
@@ -273,7 +271,7 @@ class FastExperienceMaker:
         return self.strategy.mesh.engines.of(items)
 
     def advance(self, mine: list[ResponseGroup], step: int | str, quota: int,
-                due: set[int]) -> tuple[list[Sample], Scored]:
+                due: set[int]) -> tuple[list[Episode], Scored]:
         """Generate until ``quota`` of this rank's groups are finished, and all with a number in ``due``; a collective.
 
         Returns:
@@ -301,7 +299,7 @@ class FastExperienceMaker:
             return True
         return not (self.greedy or any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts))
 
-    def _answer_greedily(self, samples: list[Sample]) -> Callable[[], dict[int, tuple]]:
+    def _answer_greedily(self, samples: list[Episode]) -> Callable[[], dict[int, tuple]]:
         """Start the greedy baseline of each group, if needed; the function returned waits for its scores."""
         if self.greedy is None:
             return dict
@@ -310,7 +308,7 @@ class FastExperienceMaker:
             self.strategy.barrier()
         return baseline
 
-    def _scored(self, samples: list[Sample], baseline: Callable[[], dict[int, tuple]]) -> Scored:
+    def _scored(self, samples: list[Episode], baseline: Callable[[], dict[int, tuple]]) -> Scored:
         log = self.config.log
         texts = log.save_trajectories or log.report or log.print_samples > 0
 
@@ -328,24 +326,23 @@ class FastExperienceMaker:
         seed = self.config.train.seed
         return [
             Request.of(group.prompt, [sample_seed(seed, step, group.number, j)
-                                      for j in group.open], [group.responses[j].token_ids
+                                      for j in group.open], [group.responses[j].response_ids
                                                              for j in group.open] if group.tokens else [])
             for group in groups
         ]
 
-    def complete(self, exp: Experience, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
+    def complete(self, exp: Batch, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
         """Put the engine to sleep, then fill log-probs, values, rewards and advantages; a collective.
 
         Args:
-            exp: samples of this rank, with their indices in the batch as ``sample_ids``.
+            exp: samples of this rank, with their groups in the batch as ``group_ids``.
             scored: waits for their scores, in the same order.
         """
         self.engine.sleep()
-        numbers = exp.sample_ids
         with self.timer("gather"):
             shards = Shards(self.strategy, exp)
             del exp  # its sequences are on other ranks now, or in the shards
-            buffer = self.buffer(shards, step)
+            numbers, buffer = shards.numbers, self.buffer(shards, step)
             if self.logprobs.wanted(shards.size):  # else the update fetches what it trains
                 shards.move(buffer.homes())
         self.logprobs.fill(shards, buffer, self.timer)

@@ -113,7 +113,7 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     Lengths count what an environment appended, tokens and speed do not.
     """
     lengths, tokens = shards.response_lens.float(), shards.drawn.sum().double().item()
-    return {
+    return number_metrics(shards) | {
         "rollout/prompts": len(shards.group_ids.unique()),
         "rollout/samples": shards.size,
         "rollout/tokens": tokens,
@@ -124,6 +124,16 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
         "rollout/truncated_frac": shards.truncated.float().mean().item(),
         "rollout/entropy_estimate": shards.surprisals.sum().item() / max(tokens, 1.0),
     }
+
+
+def number_metrics(shards: Shards) -> dict[str, float]:
+    """Return ``response/<name>/mean``, ``min`` and ``max`` of the declared numbers, over the responses or the tokens
+    that have them."""
+    metrics = {}
+    for name, values in shards.exp.extra.items():
+        stats = moments(values[~values.isnan()].double(), shards.ranks)
+        metrics |= {f"response/{name}/{kind}": getattr(stats, kind) for kind in ("mean", "min", "max")}
+    return metrics
 
 
 def staleness_metrics(shards: Shards, step: int) -> dict[str, float]:

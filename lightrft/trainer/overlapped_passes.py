@@ -13,8 +13,7 @@ from torch import Tensor
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.logprob_pass import LogprobPass, Pass
 from lightrft.trainer.replay_buffer import MicroBatchLimits, take
-from lightrft.trainer.samples import pack_samples
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.errors import CaptureException
 from lightrft.utils.timer import Timer
 
@@ -28,17 +27,15 @@ class PassThread:
     own are done. Only this thread runs collectives, because generating ranks share none.
 
     Args:
-        n_per_prompt: samples per group; it makes sample ids unique, together with the number of the group.
         stream: CUDA stream of the passes; None on CPUs.
     """
 
-    def __init__(self, strategy: StrategyBase, passes: Sequence[Pass], limits: MicroBatchLimits, n_per_prompt: int,
+    def __init__(self, strategy: StrategyBase, passes: Sequence[Pass], limits: MicroBatchLimits,
                  stream: Any = None) -> None:
-        self.strategy, self.passes, self.limits, self.n_per_prompt = strategy, passes, limits, n_per_prompt
-        self._stream = stream
-        self.found: dict[int, Tensor] = {}  # by sample id: [fields, tokens]
-        self._open: list[Sample] = []
-        self._packs: SimpleQueue[list[Sample]] = SimpleQueue()  # the last one is empty
+        self.strategy, self.passes, self.limits, self._stream = strategy, passes, limits, stream
+        self.results: dict[tuple[int, int], Tensor] = {}  # by group and index of the sample: [fields, tokens]
+        self._open: list[Episode] = []
+        self._packs: SimpleQueue[list[Episode]] = SimpleQueue()  # the last one is empty
         self._caught = CaptureException()
         self._thread = threading.Thread(target=self._run, name="overlapped passes", daemon=True)
 
@@ -48,11 +45,11 @@ class PassThread:
         self._thread.start()
         return self
 
-    def add(self, samples: list[Sample]) -> None:
+    def add(self, samples: list[Episode]) -> None:
         """Add finished samples of this rank; raise the error of a failed pass."""
         self._raise()
         for sample in samples:
-            lens = [len(each.token_ids) for each in (*self._open, sample)]
+            lens = [each.num_tokens for each in (*self._open, sample)]
             if not self.limits.fit([[i] for i in range(len(lens))], lens):
                 self._send()
             self._open.append(sample)
@@ -67,10 +64,10 @@ class PassThread:
             self._thread.join()
             self._raise()
 
-    def fill(self, exp: Experience) -> None:
+    def fill(self, exp: Batch) -> None:
         """Write the results into the fields of ``exp``, which holds samples of this rank."""
         names = [name for each in self.passes for name in each.fields]
-        rows = [torch.zeros(len(names), 0), *(self.found[number] for number in exp.sample_ids.tolist())]
+        rows = [torch.zeros(len(names), 0), *(self.results[key] for key in exp.keys)]
         vars(exp).update(zip(names, torch.cat(rows, 1)))
 
     def _send(self) -> None:
@@ -88,28 +85,25 @@ class PassThread:
             self._rounds()
 
     def _rounds(self) -> None:
-        exp: Any = None  # the Experience of the newest pack
+        exp: Any = None  # the batch of the newest pack
         for pack in chain(iter(self._packs.get, []), repeat([])):
             if not self.strategy.any_rank(bool(pack)):
                 return
-            exp = pack_samples(pack, self.n_per_prompt) if pack else take(exp, [])  # every rank has a prompt
-            found = torch.cat([each.forward(exp.to(self.strategy.device)) for each in self.passes]).float().cpu()
+            exp = Batch.of(pack) if pack else take(exp, [])  # every rank has a prompt
+            values = torch.cat([each.forward(exp.to(self.strategy.device)) for each in self.passes]).float().cpu()
             if pack:
-                self.found.update(zip(exp.sample_ids.tolist(), found.split(exp.seq_lens.tolist(), 1)))
+                self.results.update(zip(exp.keys, values.split(exp.seq_lens.tolist(), 1)))
 
 
 class OverlappedPasses:
     """Listener that computes the fields of ``logprobs`` for the samples of this rank before they move.
 
     Args:
-        n_per_prompt: samples per group.
         num_samples: samples of the rollout batch, over all ranks.
     """
 
-    def __init__(self, strategy: StrategyBase, logprobs: LogprobPass, n_per_prompt: int, num_samples: int,
-                 timer: Timer) -> None:
-        self.strategy, self.logprobs, self.timer = strategy, logprobs, timer
-        self.n_per_prompt, self.num_samples = n_per_prompt, num_samples
+    def __init__(self, strategy: StrategyBase, logprobs: LogprobPass, num_samples: int, timer: Timer) -> None:
+        self.strategy, self.logprobs, self.num_samples, self.timer = strategy, logprobs, num_samples, timer
         # One for the whole run: torch deals out 32 in turn, and a new one per rollout would come to the stream on which
         # the hf engine captures its graphs.
         self.stream = torch.cuda.Stream(strategy.device) if strategy.device.type == "cuda" else None
@@ -118,7 +112,7 @@ class OverlappedPasses:
     def during(self, groups: int) -> Iterator[None]:
         """Run the passes of one generation; it ends when those of all ranks are done."""
         self.thread = PassThread(self.strategy, self.logprobs.wanted(self.num_samples), self.logprobs.limits,
-                                 self.n_per_prompt, self.stream)
+                                 self.stream)
         with self.timer("overlapped_passes"), self.thread:
             yield
 
@@ -126,13 +120,13 @@ class OverlappedPasses:
         """Return True: every response that is finished may start a pass."""
         return True
 
-    def arrived(self, samples: list[tuple[int, Sample]]) -> None:
+    def arrived(self, samples: list[tuple[int, Episode]]) -> None:
         """Add finished samples to the next pass."""
         self.thread.add([sample for _, sample in samples])
 
     def finished(self, group: int) -> None:
         """Do nothing: a pass needs no whole groups."""
 
-    def fill(self, exp: Experience) -> None:
+    def fill(self, exp: Batch) -> None:
         """Write the results into the fields of ``exp``, the packed samples of this rank."""
         self.thread.fill(exp)

@@ -1,5 +1,5 @@
 """Partial rollout (``--oversample``): a step does not wait for its longest responses; the next step continues them."""
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from lightrft.strategy.plain_pickle import reads_again
 from lightrft.trainer.dynamic_sampling import warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
-from lightrft.trainer.samples import pack_samples, ResponseGroup
+from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Prompt
+from lightrft.types import Batch, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
@@ -93,7 +93,7 @@ class OversamplingSource:
                 self.progress |= dict(found)
         tokens = sum(self.progress[number].tokens - each.tokens for number, each in running.items())
         old, chosen = self._take(step)
-        exp = pack_samples([s for index, group in chosen.items() for s in group.samples(index)], self.size)
+        exp = Batch.of([sample for index, group in chosen.items() for sample in group.renumbered(index)])
         rollout = self.maker.complete(exp, lambda: self._scored(wait(), chosen), step, kl_coef)
         rollout.metrics |= staleness_metrics(rollout.shards, step) | self._metrics(chosen) | {
             "rollout/tokens": tokens,
@@ -141,9 +141,10 @@ class OversamplingSource:
         ]
 
     def _metrics(self, chosen: dict[int, ResponseGroup]) -> dict[str, float]:
-        versions = [set(response.weight_versions) - {-1} for group in chosen.values() for response in group.responses]
-        left = [group.responses[j] for group in self.groups for j in group.open if group.responses[j].token_ids]
-        own = sum(len(each) > 1 for each in versions), len(left), sum(len(response.token_ids) for response in left)
+        versions = [{each.version for each in response.segments if each.drawn} for group in chosen.values()
+                    for response in group.responses]
+        left = [group.responses[j] for group in self.groups for j in group.open if group.responses[j].segments]
+        own = sum(len(each) > 1 for each in versions), len(left), sum(response.response_len for response in left)
         samples, left_samples, left_tokens = self.strategy.all_reduce(torch.tensor(own)).tolist()
         return {
             "rollout/partial/samples": samples,
@@ -157,15 +158,16 @@ class OversamplingSource:
         """
         parts = self.strategy.gather_object(self.groups, [])
         groups = {group.number: group for part in parts for group in part}
-        return {"open": [asdict(groups[number]) for number in self.progress if number in groups], "size": self.size}
+        return {"open": [groups[number].state() for number in self.progress if number in groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; drop groups that this run cannot continue, with a warning."""
         carried = [ResponseGroup.load(each) for each in state.get("open", ())]
-        if carried and (state["size"] != self.size or len(carried) > self.batch):
+        sizes = [len(group.responses) for group in carried]
+        if carried and ({*sizes} != {self.size} or len(carried) > self.batch):
             get_logger().warning(
                 "the %d groups of %d samples carried over in the checkpoint are dropped: a batch now has groups of "
-                "%d samples, %d groups", len(carried), state["size"], self.size, self.batch)
+                "%d samples, %d groups", len(carried), sizes[0], self.size, self.batch)
         else:
             self.progress = {group.number: Progress.of(group) for group in carried}
             self.groups = list(self.maker.deal(carried))

@@ -12,10 +12,9 @@ from lightrft.trainer.dynamic_sampling import ScoredGroups, Tally, warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource
-from lightrft.trainer.samples import pack_samples
 from lightrft.trainer.scores import ScoredSample
 from lightrft.trainer.shards import Shards
-from lightrft.types import Experience
+from lightrft.types import Batch
 from lightrft.utils.logging import get_logger
 
 
@@ -55,7 +54,7 @@ class DynamicSource:
     def __init__(self, config: Config, maker: FastExperienceMaker, loader: PromptLoader, limit: int | None) -> None:
         self.config, self.maker, self.loader, self.limit = config, maker, loader, limit
         self.batch, self.strategy = config.rollout.rollout_batch_size, maker.strategy
-        self.waiting = ScoredGroups.none(config.rollout.n_samples_per_prompt)
+        self.waiting = ScoredGroups.none()
         self.numbers: list[int] = []  # of the waiting groups of all ranks, in the order of their draws
 
     @property
@@ -90,7 +89,7 @@ class DynamicSource:
     def _round(self, count: int, tally: Tally) -> None:
         """Generate and score ``count`` prompts; append the accepted groups to ``waiting``, in the order of draws."""
         exp, wait = self.maker.generate(self.loader.draw(count), "draw")
-        groups = ScoredGroups(exp, wait(), self.waiting.size)
+        groups = ScoredGroups(exp, wait())
         exp.scored = torch.tensor([each.reward is not None for each in groups.scored], dtype=torch.bool)
         exp.rewards = torch.tensor([each.reward or 0.0 for each in groups.scored], dtype=torch.float32)
         stats = group_stats(exp.rewards, exp.group_ids, exp.scored)
@@ -109,31 +108,35 @@ class DynamicSource:
         get_logger().warning(
             "step %d: no update, none of %d groups has rewards that differ (--zero_spread %g) after %d rounds",
             step + 1, tally.drawn, self.config.algorithm.zero_spread, tally.rounds)
-        shards = Shards(self.strategy, pack_samples([], self.waiting.size))
+        shards = Shards(self.strategy, Batch.of([]))
         nothing = "rollout/prompts", "rollout/samples", "rollout/kept_samples", "rollout/mismatch/tokens"
         return Rollout(shards, self.maker.buffer(shards, step), [], [], dict.fromkeys(nothing, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the waiting groups of all ranks, in order, on rank 0, which writes them; a collective."""
-        none = ScoredGroups.none(self.waiting.size)
+        none = ScoredGroups.none()
         whole = sum(self.strategy.gather_object(self.waiting, none), none)
         whole = whole.keep(torch.ones(len(whole.scored), dtype=torch.bool))
         order = whole.exp.group_ids.argsort(stable=True).tolist()
         tensors = {name: value for name, value in vars(whole.exp.select(order)).items() if value is not None}
-        return {"exp": tensors, "rows": [vars(whole.scored[i]) for i in order], "size": whole.size}
+        return {"exp": tensors, "rows": [vars(whole.scored[i]) for i in order]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; drop groups of another size than this run's, with a warning."""
         warn_dropped(state, "open")
-        if state.get("rows") and state["size"] == self.waiting.size:
-            scored = [ScoredSample(**row) for row in state["rows"]]
-            whole = ScoredGroups(Experience(**state["exp"]), scored, state["size"])
+        rows = state.get("rows")
+        if not rows:
+            return
+        sizes, size = {*Counter(row["group_id"] for row in rows).values()}, self.config.rollout.n_samples_per_prompt
+        if sizes == {size}:
+            indices = torch.tensor([row["index"] for row in rows])  # earlier versions did not write them
+            whole = ScoredGroups(Batch.load({"indices": indices} | state["exp"]), [ScoredSample(**row) for row in rows])
             self.numbers = whole.numbers
             self.waiting = whole.split(list(self.maker.deal(self.numbers)))[0]
-        elif state.get("rows"):
+        else:
             get_logger().warning(
-                "groups of %d samples carried over in the checkpoint are dropped: "
-                "--n_samples_per_prompt is %d now", state["size"], self.waiting.size)
+                "groups of %s samples carried over in the checkpoint are dropped: "
+                "--n_samples_per_prompt is %d now", ", ".join(map(str, sorted(sizes))), size)
 
 
 def get_group_source(config: Config, maker: FastExperienceMaker, loader: PromptLoader,

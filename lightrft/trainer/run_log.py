@@ -1,6 +1,6 @@
 """Logs and files of a run for people: metrics, curve, report, model card, summary; for RL also rollouts, solutions."""
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -185,7 +185,7 @@ class RolloutLog(RunLog):
             else:
                 deque(rows, maxlen=0)
         if options.print_samples and self._due(step, last):
-            first = range(0, size, self.config.rollout.n_samples_per_prompt)  # one of each group
+            first = rollout.shards.first_of_groups
             shown = list(self._rows(rollout, first[:options.print_samples]))
             self._show(step, "training", f"responses to training prompts of step {step}", shown)
 
@@ -200,7 +200,7 @@ class RolloutLog(RunLog):
             print_samples(wanted, title)
             self.sinks.table(step, f"samples/{name}", wanted)
 
-    def _rows(self, rollout: Rollout, indices: range) -> Iterator[dict[str, Any]]:
+    def _rows(self, rollout: Rollout, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield one row per sample of ``indices``, of all ranks, with its mean advantage and its length in tokens
         (prompt included).
 

@@ -16,7 +16,7 @@ from lightrft.trainer.evaluator import Answer, GROUPS, SAMPLES
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Experience, MediaSource, Sample
+from lightrft.types import Episode, Experience, MediaSource
 from lightrft.utils.errors import first_line, optional_output, UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.sinks import backup_path, cut_after
@@ -43,7 +43,7 @@ class Response:
     media: tuple[str, ...] = ()
 
     @classmethod
-    def of_sample(cls, scored: ScoredSample, sample: Sample) -> "Response":
+    def of_sample(cls, scored: ScoredSample, sample: Episode) -> "Response":
         """Take the tokens of a held-out answer."""
         start = len(sample.prompt.token_ids)
         drawn = zip(sample.logprobs[start:], sample.loss_mask[start:])

@@ -1,11 +1,9 @@
-"""Responses, unfinished groups of responses, samples and packed batches; the seeds of samples and inputs of rewards."""
+"""Groups of responses, finished or not, and their texts; the seeds of samples and inputs of rewards."""
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig, RolloutConfig
@@ -16,7 +14,7 @@ from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Experience, flatten, Prompt, Sample
+from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
 
@@ -55,100 +53,80 @@ def reward_input(prompt: Prompt, response: str) -> RewardInput:
 
 
 @dataclass
-class Response(Completion):
-    """Response so far, without its prompt; ``weight_versions`` are the versions of the weights that drew its tokens, -1
-    on appended ones."""
-    weight_versions: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, done: Completion, version: int) -> "Response":
-        """Make a response of a completion that the weights of ``version`` generated."""
-        return cls(done.token_ids, done.logprobs, done.finish_reason, done.appended, done.per_token(version, -1))
-
-    def add(self, more: Completion, version: int) -> None:
-        """Append tokens that the weights of ``version`` generated."""
-        self.extend(more)
-        self.weight_versions = self.weight_versions + more.per_token(version, -1)
-
-
-Ended = tuple[int, Prompt, int, Response]  # number of the group, its prompt, index in the group, response
-
-
-@dataclass
 class ResponseGroup:
     """Responses to one prompt, finished or not, on the rank that generates them."""
     number: int  # of its prompt: in the batch, or in all draws of the run
     prompt: Prompt
-    responses: list[Response]
+    responses: list[Episode]
     scored: list[ScoredSample] = field(default_factory=list)  # of the responses that are finished and scored
 
     @classmethod
     def new(cls, number: int, prompt: Prompt, size: int) -> "ResponseGroup":
         """Create a group of ``size`` empty responses."""
-        return cls(number, prompt, [Response([], [], "abort") for _ in range(size)])
+        return cls(number, prompt, [Episode(prompt, number, index) for index in range(size)])
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "ResponseGroup":
-        """Restore a group from the result of :func:`dataclasses.asdict`."""
-        responses = [Response(**response) for response in state["responses"]]
-        scored = [ScoredSample(**each) for each in state["scored"]]
-        return cls(state["number"], Prompt(**state["prompt"]), responses, scored)
+        """Restore a group from :meth:`state`."""
+        prompt, number = Prompt(**state["prompt"]), state["number"]
+        responses = [Episode.load(prompt, number, j, response) for j, response in enumerate(state["responses"])]
+        return cls(number, prompt, responses, [ScoredSample(**each) for each in state["scored"]])
+
+    def state(self) -> dict[str, Any]:
+        """Return the group as plain values, for a checkpoint."""
+        return {"number": self.number, "prompt": asdict(self.prompt),
+                "responses": [response.state() for response in self.responses],
+                "scored": [asdict(each) for each in self.scored]}  # yapf: disable
 
     @property
     def open(self) -> list[int]:
         """Indices of the unfinished responses."""
-        return [j for j, response in enumerate(self.responses) if response.finish_reason == "abort"]
+        return [j for j, response in enumerate(self.responses) if response.open]
 
     @property
     def tokens(self) -> int:
         """Number of tokens generated so far."""
-        return sum(len(response.token_ids) for response in self.responses)
+        return sum(response.response_len for response in self.responses)
 
     def oldest(self, version: int) -> int:
         """Return the version of the oldest weights that drew a token; ``version`` if no token is drawn yet."""
-        return min((v for response in self.responses for v in response.weight_versions[:1]), default=version)
+        return min((response.segments[0].version for response in self.responses if response.segments), default=version)
 
     def add(self, completions: list[Completion], version: int, indices: list[int]) -> None:
         """Extend the responses at ``indices``; finished ones are complete already and are skipped."""
         for j, more in zip(indices, completions, strict=True):
-            if self.responses[j].finish_reason == "abort":
+            if self.responses[j].open:
                 self.responses[j].add(more, version)
 
-    def ended(self, index: int) -> Ended:
-        """Return a finished response, to be decoded."""
-        return self.number, self.prompt, index, self.responses[index]
-
-    def samples(self, group_id: int) -> list[Sample]:
-        """Convert the finished group to samples, without decoding."""
-        return [_sample(group_id, self.prompt, index, done) for index, done in enumerate(self.responses)]
+    def renumbered(self, group_id: int) -> list[Episode]:
+        """Return the responses with another number of their group."""
+        return [replace(response, group_id=group_id) for response in self.responses]
 
 
-def _sample(group_id: int, prompt: Prompt, index: int, done: Response, text: str = "") -> Sample:
-    n = len(prompt.token_ids)
-    return Sample(prompt, group_id, index, prompt.token_ids + done.token_ids, [False] * n + done.drawn,
-                  [0.0] * n + done.logprobs, [-1] * n + done.weight_versions, done.finish_reason, text)
-
-
-def to_samples(tokenizer: PreTrainedTokenizerBase, ended: Iterable[Ended], stop: tuple[int, ...] = ()) -> list[Sample]:
-    """Decode finished responses into samples. Special tokens and ``stop`` tokens stay; only the end token goes."""
-    ended, kept = list(ended), set(stop) - {tokenizer.eos_token_id}
-    bodies = [
-        done.token_ids[:-1] if done.finish_reason == "stop" and done.token_ids[-1] not in kept else done.token_ids
-        for *_, done in ended
-    ]
-    texts = decode_behind(tokenizer, [(prompt.token_ids, body) for (_, prompt, *_), body in zip(ended, bodies)])
-    return [_sample(*each, text) for each, text in zip(ended, texts)]
+def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode], stop: tuple[int,
+                                                                                        ...] = ()) -> list[Episode]:
+    """Set the text of finished responses. Special tokens and ``stop`` tokens stay; only the end token goes."""
+    finished, kept = list(episodes), set(stop) - {tokenizer.eos_token_id}
+    bodies = []
+    for episode in finished:
+        ids = episode.response_ids
+        ends = episode.finish_reason == "stop" and ids[-1] not in kept
+        bodies.append((episode.prompt.token_ids, ids[:-1] if ends else ids))
+    for episode, text in zip(finished, decode_behind(tokenizer, bodies)):
+        episode.text = text
+    return finished
 
 
 def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: Environment | None,
             numbered: list[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams,
-            phase_name: str) -> list[Sample]:
-    """Generate one decoded sample per seed of each numbered prompt, with the engine's current weights.
+            phase_name: str) -> list[Episode]:
+    """Generate one decoded response per seed of each numbered prompt, with the engine's current weights.
 
     ``phase_name`` names the progress on the console.
     """
     requests = [Request.of(prompt, own) for (_, prompt), own in zip(numbered, seeds)]
-    turns = next_turn(environment, tokenizer, lambda i, k: (numbered[i][1], []))
+    groups = [ResponseGroup.new(number, prompt, len(own)) for (number, prompt), own in zip(numbered, seeds)]
+    turns = next_turn(environment, tokenizer, lambda i, k: groups[i].responses[k])
     bar = phase(len(requests), phase_name, "prompt")
 
     def finished(request: int, responses: list[Completion]) -> None:
@@ -156,22 +134,6 @@ def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environme
 
     completions = engine.generate(requests, sampling, finished, next_turn=turns)
     bar.close()
-    version = engine.weight_version
-    ended = ((*prompt, j, Response.of(done, version)) for prompt, responses in zip(numbered, completions)
-             for j, done in enumerate(responses))
-    return to_samples(tokenizer, ended, sampling.stop_token_ids)
-
-
-def pack_samples(samples: list[Sample], n_per_prompt: int) -> Experience:
-    """Pack samples into one Experience on the CPU; rewards are set later."""
-    return Experience.pack(
-        [each.token_ids for each in samples],
-        [each.loss_mask for each in samples],
-        group_ids=torch.tensor([each.group_id for each in samples], dtype=torch.long),
-        sample_ids=torch.tensor([each.group_id * n_per_prompt + each.index for each in samples], dtype=torch.long),
-        prompt_lens=[len(each.prompt.token_ids) for each in samples],
-        truncated=torch.tensor([each.finish_reason == "length" for each in samples], dtype=torch.bool),
-        weight_versions=flatten([each.weight_versions for each in samples], np.int32),
-        rollout_logprobs=flatten([each.logprobs for each in samples], np.float32),
-        media=[each.prompt.media for each in samples],
-    )
+    for group, done in zip(groups, completions, strict=True):
+        group.add(done, engine.weight_version, group.open)
+    return decode(tokenizer, [response for group in groups for response in group.responses], sampling.stop_token_ids)

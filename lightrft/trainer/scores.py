@@ -14,7 +14,8 @@ from lightrft.datasets.token_texts import decode_behind
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.rewards.base import Score
 from lightrft.strategy.base import StrategyBase
-from lightrft.types import Experience, RolloutBatch, Sample
+from lightrft.types import Batch, Episode, RolloutBatch
+from lightrft.types.fields import numbers_of
 
 Steps = list[tuple[int, float]]  # where each step ends, and its reward
 
@@ -41,9 +42,10 @@ class ScoredSample:
     greedy_length: int | None = None
     steps: Steps = field(default_factory=list)  # by tokens of the sequence
     fault: str | None = None  # cause of a reward of 0 that the response itself is to blame for
+    numbers: dict[str, float] = field(default_factory=dict)  # declared by lightrft.types.number
 
     @classmethod
-    def of(cls, sample: Sample, score: Score, texts: bool, greedy: tuple[float | None, int] | None = None,
+    def of(cls, sample: Episode, score: Score, texts: bool, greedy: tuple[float | None, int] | None = None,
            steps: Steps | None = None) -> "ScoredSample":
         """Join a sample, its score and the rewards of its ``steps``; ``greedy`` is the score of the prompt's greedy
         response and its length."""
@@ -52,14 +54,15 @@ class ScoredSample:
         reward, length = greedy or (None, None)
         return cls(sample.group_id, sample.index, score.total, score.parts, score.weights, score.error,
                    sample.finish_reason, prompt.uid, greedy_reward=reward, greedy_length=length, steps=steps or [],
-                   fault=score.fault, **said)
+                   fault=score.fault, numbers=numbers_of(sample), **said)
 
     def row(self) -> dict[str, Any]:
         """Return the fields as a row of the log, without those that this run has not."""
         row = dict(vars(self))
         for given, names in ((self.response is not None, ("prompt", "response", "reference")),
                              (self.greedy_length is not None, ("greedy_reward", "greedy_length")),
-                             (bool(self.steps), ("steps", )), (self.fault is not None, ("fault", ))):  # yapf: disable
+                             (bool(self.steps), ("steps", )), (self.fault is not None, ("fault", )),
+                             (bool(self.numbers), ("numbers", ))):  # yapf: disable
             for name in () if given else names:
                 del row[name]
         return row
@@ -141,7 +144,7 @@ class RewardTable:
         }
 
 
-def on_tokens(sample: Sample, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
+def on_tokens(sample: Episode, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
     """Move step ends from characters of the answer, a prefill and ``sample.text``, to the tokens of the sequence that
     write the last one.
 
@@ -173,7 +176,7 @@ def _tokens_of(ids: list[int], start: int, end: int, low: int, tokenizer: PreTra
     return low
 
 
-def spread_steps(exp: Experience, numbers: list[int], scored: list[ScoredSample], strategy: StrategyBase) -> Tensor:
+def spread_steps(exp: Batch, numbers: list[int], scored: list[ScoredSample], strategy: StrategyBase) -> Tensor:
     """Return ``step_rewards`` [T] of the sequences of ``exp``, wherever they were scored; a collective.
 
     Args:

@@ -1,4 +1,5 @@
 """The rollout batch, divided over ranks: sequences move to the rank that trains them, and no rank holds all of them."""
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Ranks
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.replay_buffer import Near, take
-from lightrft.types import Experience, RolloutBatch
+from lightrft.types import Batch, NUMBERS, RolloutBatch
 
 Homes = list[list[int]]  # sequences of each rank
 
@@ -54,8 +55,12 @@ class Shards:
     rank is that of its own sequences, and of those that it borrows for an epoch.
 
     Args:
-        exp: sequences that this rank has; ``sample_ids`` are their indices in the batch, 0 to B - 1 over all ranks.
-            Its ``loss_mask`` still covers every generated token.
+        exp: sequences that this rank has, each the sample ``indices`` of the group ``group_ids`` of the batch. Its
+            ``loss_mask`` still covers every generated token.
+
+    ``numbers`` [b]: positions in the batch of the sequences of ``exp``, in their order. The batch is ordered by group
+    and index; groups may differ in size. ``samples`` holds the fields of :class:`Batch` that responses have, [B] by
+    name, and numbers by ("extra", name).
 
     Of all samples, int64 [B]: ``lens`` are tokens with the prompt, ``response_lens`` without it, ``drawn`` without what
     an environment appended; ``media`` is 1 where the prompt has any. Float64 [B]: ``surprisals`` are sums of -log p
@@ -63,27 +68,34 @@ class Shards:
     of them have an advantage (``live``), and their mean ``advantages``.
     """
 
-    def __init__(self, strategy: StrategyBase, exp: Experience) -> None:
-        if (exp.sample_ids.diff() < 0).any():
-            exp = exp.select(exp.sample_ids.argsort().tolist())
-        self.strategy, self.exp, self.held = strategy, exp, exp
-        owners, mask, cu = torch.full((exp.num_seqs, ), strategy.rank), exp.loss_mask, exp.cu_seqlens
-        sees, prompts = [bool(keys) for keys in exp.media or [()] * exp.num_seqs], exp.prompt_lens or [0] * exp.num_seqs
-        own = [exp.sample_ids, owners, exp.group_ids, exp.truncated.long(), exp.seq_lens.long(),
-               *(torch.tensor(each, dtype=torch.long) for each in (sees, prompts)), response_lengths(mask, cu),
-               segment_sum(mask, cu)]  # yapf: disable
-        surprisals = -segment_sum(exp.rollout_logprobs.double(), cu, mask)
-        found = strategy.all_gather_object((torch.stack(own, 1), surprisals))
-        tables, sums = (torch.cat(parts) for parts in zip(*found))
-        order = tables[:, 0].argsort()
-        columns, self.surprisals = tables[order].unbind(1), sums[order]
-        self.size, self.owner, self.truncated = len(tables), columns[1].tolist(), columns[3] > 0
-        self.group_ids, self.lens, self.media, self._prompts, self.response_lens, self.drawn = columns[2], *columns[4:]
+    def __init__(self, strategy: StrategyBase, exp: Batch) -> None:
+        self.strategy = strategy
+        fields, facts = _fields_of_responses(exp), _facts(exp)
+        tables = strategy.all_gather_object(fields | facts | {"owner": torch.full((exp.num_seqs, ), strategy.rank)})
+        columns = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+        order = columns["indices"].argsort(stable=True)
+        order = order[columns["group_ids"][order].argsort(stable=True)]
+        self.numbers = order.argsort()[columns["owner"] == strategy.rank]
+        columns = {name: column[order] for name, column in columns.items()}
+        self.samples = {name: columns[name] for name in fields}
+        self.size, self.owner = len(order), columns["owner"].tolist()
+        self.group_ids, self.truncated = columns["group_ids"], columns["truncated"]
+        self.lens, self.media, self._prompts, self.response_lens, self.drawn, self.surprisals = (columns[name]
+                                                                                                 for name in facts)
+        exp = replace(exp, sample_ids=self.numbers)
+        if (self.numbers.diff() < 0).any():
+            exp = exp.select(self.numbers.argsort().tolist())
+        self.exp, self.held = exp, exp
         self.ranks = BatchRanks(strategy, exp.sample_ids, self.size)
         self._slots = self._slots_of(exp)
 
+    @property
+    def first_of_groups(self) -> list[int]:
+        """Position in the batch of the first sample of every group."""
+        return [0, *(self.group_ids.diff().nonzero()[:, 0] + 1).tolist()] if self.size else []
+
     @staticmethod
-    def _slots_of(exp: Experience) -> dict[int, int]:
+    def _slots_of(exp: Batch) -> dict[int, int]:
         return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
 
     def near(self, share_prompts: bool) -> Near | None:
@@ -121,39 +133,41 @@ class Shards:
         if any(guests):
             self._slots = self._slots_of(self.exp)
             found = self._fetch(guests)
-            self.held = Experience.cat([self.exp, found])
+            self.held = Batch.cat([self.exp, found])
         self._slots = self._slots_of(self.held)
 
-    def _fetch(self, wanted: Homes) -> Experience:
+    def _fetch(self, wanted: Homes) -> Batch:
         """Return the sequences ``wanted[rank]`` of this rank, in ascending order, each from its owner."""
         rank = self.strategy.rank
         parts = self.strategy.exchange([
             self.exp.select([self._slots[number] for number in want if self.owner[number] == rank]) for want in wanted
         ])
-        found = Experience.cat(parts)
+        found = Batch.cat(parts)
         return found.select(found.sample_ids.argsort().tolist())
 
     def slots(self, numbers: list[int]) -> list[int]:
         """Return the positions in ``held`` of the sequences ``numbers`` of the batch."""
         return [self._slots[number] for number in numbers]
 
-    def take(self, part: list[int]) -> Experience:
+    def take(self, part: list[int]) -> Batch:
         """Return the sequences ``part`` of the batch, which this rank holds; an empty part is a dummy."""
         return take(self.held, self.slots(part))
 
-    def collect(self, numbers: list[int]) -> Experience:
+    def collect(self, numbers: list[int]) -> Batch:
         """Return the sequences ``numbers``, in that order, on every rank. For a few: their memory is not divided."""
         own = [number for number in numbers if self.owner[number] == self.strategy.rank]
         parts = self.strategy.all_gather_object(self.exp.select([self._slots[number] for number in own]))
-        found = Experience.cat(parts)
+        found = Batch.cat(parts)
         slots = self._slots_of(found)
         return found.select([slots[number] for number in numbers])
 
     def batch(self) -> RolloutBatch:
         """Return the batch as advantages read it: tokens of this rank, samples of all; rewards are set later."""
-        tokens = {name: value for name, value in vars(self.exp).items() if name not in ("rewards", "scored")}
-        return RolloutBatch(**tokens | {"group_ids": self.group_ids, "sample_ids": torch.arange(self.size),
-                                        "truncated": self.truncated, "ranks": self.ranks})  # yapf: disable
+        tokens = {name: vars(self.exp)[name] for name in self.exp.declared() if name not in ("rewards", "scored")}
+        samples = {name: column for name, column in self.samples.items() if name in tokens}
+        extra = {name: self.samples.get(("extra", name), value) for name, value in self.exp.extra.items()}
+        return RolloutBatch(**tokens | samples | {"sample_ids": torch.arange(self.size)}, extra=extra,
+                            ranks=self.ranks)  # yapf: disable
 
     def update(self, batch: RolloutBatch) -> None:
         """Take over the fields of :meth:`batch`, with the samples of this rank only."""
@@ -168,3 +182,23 @@ class Shards:
                segment_mean(exp.advantages, cu, mask)]  # yapf: disable
         table = self.ranks.gather(torch.stack([each.double() for each in own], 1))
         self.kept, self.live, self.advantages = table.unbind(1)
+
+
+def _fields_of_responses(exp: Batch) -> dict[Any, Tensor]:
+    """Return the values [b] that the responses of ``exp`` have: fields by name, numbers by ("extra", name)."""
+    fields = {
+        name: vars(exp)[name] for name, each in exp.declared().items() if each.axis == "B" and each.of is not None
+    }
+    return fields | {("extra", name): values for name, values in exp.extra.items() if NUMBERS.get(name).axis == "B"}
+
+
+def _facts(exp: Batch) -> dict[str, Tensor]:
+    """Return what every rank has to know of the sequences of ``exp``, [b] each."""
+    mask, cu = exp.loss_mask, exp.cu_seqlens
+    has_media = [bool(keys) for keys in exp.media or [()] * exp.num_seqs]
+    prompts = exp.prompt_lens or [0] * exp.num_seqs
+    return {
+        "lens": exp.seq_lens.long(), "media": torch.tensor(has_media, dtype=torch.long),
+        "prompts": torch.tensor(prompts, dtype=torch.long), "response_lens": response_lengths(mask, cu),
+        "drawn": segment_sum(mask, cu), "surprisals": -segment_sum(exp.rollout_logprobs.double(), cu, mask)
+    }  # yapf: disable

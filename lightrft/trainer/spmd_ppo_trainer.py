@@ -205,8 +205,7 @@ def _greedy(config: Config, engine: RolloutEngine, rewards: RewardManager, token
 def _overlapped(config: Config, strategy: StrategyBase, logprobs: LogprobPass, timer: Timer) -> OverlappedPasses | None:
     """Create the listener that runs the passes of finished responses during generation (``--overlap_passes``)."""
     rollout = config.rollout
-    return OverlappedPasses(strategy, logprobs, rollout.n_samples_per_prompt, rollout.samples,
-                            timer) if rollout.overlap_passes else None
+    return OverlappedPasses(strategy, logprobs, rollout.samples, timer) if rollout.overlap_passes else None
 
 
 @answers_names

@@ -7,8 +7,8 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.sampling import uniforms
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, naive_model, requests
 from lightrft.tests.support import tiny
-from lightrft.trainer.samples import Response, to_samples
-from lightrft.types import Prompt
+from lightrft.trainer.samples import decode
+from lightrft.types import Episode, Prompt
 
 FIRST, REST = 8.0, 0.7
 
@@ -59,7 +59,7 @@ def test_a_response_may_end_with_its_first_token():
         assert done.logprobs == pytest.approx(naive_logprobs("qwen2", prompt, done.token_ids, FIRST).tolist(), abs=1e-4)
     prompt, done = short[0]
     done.token_ids = [end]
-    sample, = to_samples(tiny.tokenizer(), [(0, Prompt("u", prompt, ""), 0, Response.of(done, 0))])
+    sample, = decode(tiny.tokenizer(), [Episode.of(Prompt("u", prompt, ""), 0, 0, done, 0)])
     assert sample.text == "" and sample.loss_mask == [False] * len(prompt) + [True]
 
 

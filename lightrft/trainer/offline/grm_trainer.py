@@ -20,7 +20,7 @@ from lightrft.rollout.hf.engine import build_hf_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.trainer.samples import respond
 from lightrft.trainer.offline.sft_trainer import SFTTrainer
-from lightrft.types import Prompt, Sample
+from lightrft.types import Episode, Prompt
 
 ORDERS = {0: "first", 1: "second"}
 
@@ -81,7 +81,7 @@ class GRMTrainer(SFTTrainer):
         said = [(sample.group_id, verdict(sample.text)) for sample in samples]
         return [text for _, text in sorted(sum(self.strategy.all_gather_object(said), []))]
 
-    def _judged(self, engine: RolloutEngine, numbered: list[tuple[int, Prompt]], limit: int) -> list[Sample]:
+    def _judged(self, engine: RolloutEngine, numbered: list[tuple[int, Prompt]], limit: int) -> list[Episode]:
         """Generate judgements of at most ``limit`` tokens, each with the frequencies of its own length."""
         model = self.policy.hf_model
         groups = grouped(model, (len(prompt.token_ids) + limit for _, prompt in numbered))

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on the same packed batches, strategies and checkpoints as reinforcement learning."""
 from collections.abc import Sequence
 
-import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sft_schema import SFTConfig
@@ -10,7 +10,8 @@ from lightrft.datasets.sft_dataset import Learning, SFTDataset, SFTExample
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
 from lightrft.trainer.offline.offline_trainer import Batch, Loss, OfflineTrainer
-from lightrft.types import Experience, flatten
+from lightrft.types import Experience
+from lightrft.types.fields import flatten
 
 
 def pack_rows(rows: Sequence[SFTExample]) -> Experience:
@@ -19,7 +20,7 @@ def pack_rows(rows: Sequence[SFTExample]) -> Experience:
     exp = Experience.pack([row.token_ids for row in rows], [row.loss_mask for row in rows],
                           media=[row.media for row in rows], prompt_lens=lens)
     if any(row.weights for row in rows):
-        exp.token_weights = flatten((row.weights or [1.0] * len(row.token_ids) for row in rows), np.float32)
+        exp.token_weights = flatten((row.weights or [1.0] * len(row.token_ids) for row in rows), torch.float32)
     return exp
 
 

@@ -8,9 +8,9 @@ from lightrft.rewards.base import Outcome
 from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs
 from lightrft.tests.support.boundary_tokenizers import metaspace
-from lightrft.trainer.environment import next_turn
+from lightrft.trainer.environment import next_turn, Reply
 from lightrft.trainer.samples import ResponseGroup, stop_token_ids
-from lightrft.types import Prompt
+from lightrft.types import Episode, number, NUMBERS, Prompt, Segment
 from lightrft.utils.errors import UserError
 
 no_picture = runs.no_picture
@@ -50,8 +50,8 @@ def test_answers_are_in_the_response_and_not_in_the_loss(home, tmp_path):
     made.prepared["actor"].model.eval()
     done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
     answer, turns = made.tokenizer.encode(ANSWER), set()
-    for number, scored in enumerate(done.scored):
-        exp = done.exp.select([number])
+    for i, scored in enumerate(done.scored):
+        exp = done.exp.select([i])
         prompt = len(made.tokenizer.encode(scored.prompt))
         assert torch.equal(exp.loss_mask, exp.weight_versions >= 0) and not exp.loss_mask[:prompt].any()
         gaps = [exp.token_ids[a:b].tolist() for (_, a), (b, _) in zip(spans(exp.loss_mask), spans(exp.loss_mask)[1:])]
@@ -117,8 +117,7 @@ def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path
     made.sync_weights(0)
     group = ResponseGroup.new(0, made.loader.dataset[0], 1)
     begun = made.tokenizer.encode("b" + ANSWER)
-    group.responses[0].token_ids, group.responses[0].logprobs = begun, [-1.0] + [0.0] * (len(begun) - 1)
-    group.responses[0].appended, group.responses[0].weight_versions = [(1, len(begun))], [0] + [-1] * (len(begun) - 1)
+    group.responses[0].add(Completion(begun, [-1.0] + [0.0] * (len(begun) - 1), "abort", [(1, len(begun))]), 0)
     made.prepared["actor"].model.eval()
     made.maker.advance([group], "draw", 1, set())
     assert all(text.startswith("b" + ANSWER) for _, text in made.maker.environment.asked)
@@ -130,12 +129,46 @@ def test_answers_have_no_blank_of_the_tokenizer_before_them():
     tokenizer, prompt = metaspace(), Prompt("u", [1], "a")
     done = Completion(tokenizer.encode("b]"), [0.0] * 3, "stop")
     for answer in ("[7] ", " [7] "):
-        ask = next_turn(SimpleNamespace(turn=lambda *_: answer), tokenizer, lambda i, k: (prompt, []))
+        ask = next_turn(SimpleNamespace(turn=lambda *_: answer), tokenizer, lambda i, k: Episode(prompt, 0, k))
         turn, again = ask([(0, 0, done), (0, 1, done)])
         assert "".join(tokenizer.convert_ids_to_tokens(turn.token_ids)) == answer.replace(" ", "▁")
         assert again == turn
     blank, heard = tokenizer.convert_tokens_to_ids("\u2581"), []
-    ask = next_turn(SimpleNamespace(turn=lambda _, text: heard.append(text)), tokenizer, lambda i, k: (prompt, [blank]))
+    begun = Episode(prompt, 0, 0, [Segment([blank], [0.0])])
+    ask = next_turn(SimpleNamespace(turn=lambda _, text: heard.append(text)), tokenizer, lambda i, k: begun)
     assert ask([(0, 0, done)]) == [None] and heard == ["  b]"], "what was drawn before keeps its blank"
     stops = stop_token_ids(["]", "\n", " ["], tokenizer)
     assert tokenizer.convert_ids_to_tokens(stops) == ["]", "\n", "▁["]
+
+
+class Counting(Twice):
+    """Counts its answers to a response."""
+
+    def turn(self, prompt, response):
+        answer = super().turn(prompt, response)
+        return Reply(answer, {} if answer is None else {"tool_calls": 1})
+
+
+def test_a_number_of_a_response_is_declared_and_set_and_nothing_else(home, tmp_path, monkeypatch):
+    """It arrives in the batch, in the metrics and in the rows. An answer without room is counted, and not appended."""
+    monkeypatch.setattr(NUMBERS, "_entries", {})
+    number("tool_calls")  # place 1; place 2 is in Counting
+    made = trainer(home, tmp_path, oversample=1.5, max_steps=2)
+    made.maker.environment = Counting()
+    made.fit()
+    done = runs.Run(made, tmp_path)
+    for step, line in enumerate(done.lines, 1):
+        calls = [row.get("numbers", {}).get("tool_calls") for row in done.rollout(step)]
+        for row, count in zip(done.rollout(step), calls):
+            dropped = (count or 0) - row["response"].count(ANSWER)
+            assert dropped in ((0, 1) if row["finish_reason"] == "length" else (0, ))
+        counted = [count for count in calls if count is not None]
+        assert line["response/tool_calls/mean"] == pytest.approx(sum(counted) / len(counted))
+        assert line["response/tool_calls/max"] == max(counted) > 0
+
+
+def test_a_number_that_nobody_declared_is_refused(home, tmp_path):
+    made = trainer(home, tmp_path)
+    made.maker.environment.turn = lambda prompt, response: Reply(None, {"tool_cals": 1})
+    with pytest.raises(UserError, match="unknown number of a response 'tool_cals'"):
+        made.fit()

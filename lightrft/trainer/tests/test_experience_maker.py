@@ -9,8 +9,8 @@ from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.boundary_tokenizers import byte_level, metaspace
 from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
-from lightrft.trainer.samples import pack_samples, Response, sample_seed, stop_token_ids, to_samples
-from lightrft.types import Prompt
+from lightrft.trainer.samples import decode, sample_seed, stop_token_ids
+from lightrft.types import Batch, Episode, Prompt
 
 
 def rollout(made, step=0, maker=None):
@@ -139,11 +139,11 @@ def test_samples_and_packing():
     prompt = Prompt("u", tokenizer.encode("ab"), "ab", media=("cat.png", ))
     eos, body = tokenizer.eos_token_id, tokenizer.encode("xyz")
     done = [Completion([*body, eos], [-0.1, -0.2, -0.3, -0.4], "stop"), Completion(body[:2], [-1.0, -2.0], "length")]
-    samples = to_samples(tokenizer, [(5, prompt, j, Response.of(each, 7)) for j, each in enumerate(done)])
+    samples = decode(tokenizer, [Episode.of(prompt, 5, j, each, 7) for j, each in enumerate(done)])
     assert [s.text for s in samples] == ["xyz", "xy"], "the end token is no text, and a cut response keeps its own"
     assert samples[0].token_ids[-1] == eos and samples[0].loss_mask == [False] * 2 + [True] * 4
-    exp = pack_samples(samples, 2)
-    assert exp.sample_ids.tolist() == [10, 11] and exp.group_ids.tolist() == [5, 5]
+    exp = Batch.of(samples)
+    assert exp.keys == [(5, 0), (5, 1)]
     assert exp.truncated.tolist() == [False, True] and exp.media == [("cat.png", )] * 2
     assert exp.weight_versions.tolist() == [-1] * 2 + [7] * 4 + [-1] * 2 + [7] * 2
     assert exp.cu_seqlens.tolist() == [0, 6, 10] and exp.loss_mask.sum() == 6
@@ -159,15 +159,15 @@ def test_a_response_keeps_the_blank_that_it_begins_with(tokenizer, context):
     blank, letter = vocab["\u2581" if "\u2581" in vocab else "\u0120"], vocab["2"]
     done = [Completion([*body, tokenizer.eos_token_id], [0.0] * (len(body) + 1), "stop")
             for body in ([blank, letter], [letter], [])]  # yapf: disable
-    texts = [each.text for each in to_samples(tokenizer, [(0, prompt, 0, Response.of(each, 0)) for each in done])]
+    texts = [each.text for each in decode(tokenizer, [Episode.of(prompt, 0, 0, each, 0) for each in done])]
     stripped = not context and tokenizer.decode([blank]) == ""  # nothing is before it
     assert texts == ["2" if stripped else " 2", "2", ""]
 
 
 def test_a_response_of_two_turns_has_two_runs_in_the_mask():
-    tokenizer, prompt = tiny.tokenizer(), Prompt("u", [5, 6], "ab")
+    prompt = Prompt("u", [5, 6], "ab")
     done = Completion([7, 8, 20, 21, 9], [-0.1, -0.2, 0.0, 0.0, -0.3], "length", [(2, 4)])
-    exp = pack_samples(to_samples(tokenizer, [(0, prompt, 0, Response.of(done, 3))]), 1)
+    exp = Batch.of([Episode.of(prompt, 0, 0, done, 3)])
     assert exp.loss_mask.tolist() == [False, False, True, True, False, False, True]
     assert exp.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3] and torch.equal(exp.drawn, exp.loss_mask)
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, -0.3])
@@ -177,10 +177,10 @@ def test_end_tokens_of_the_generation_config_are_no_text_and_stop_strings_are():
     tokenizer = tiny.tokenizer()
     end, body = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.encode("xyz")
     prompt, done = Prompt("u", tokenizer.encode("ab"), "ab"), Completion([*body, end], [0.0] * 4, "stop")
-    ended, cut = Response.of(done, 0), Response.of(Completion(body, [0.0] * 3, "length"), 0)
-    assert to_samples(tokenizer, [(0, prompt, 0, ended)])[0].text == "xyz"
-    assert to_samples(tokenizer, [(0, prompt, 0, ended)], stop=(end, ))[0].text == "xyz<|im_start|>"
-    assert to_samples(tokenizer, [(0, prompt, 0, cut)])[0].text == "xyz"
+    ended, cut = (Episode.of(prompt, 0, 0, each, 0) for each in (done, Completion(body, [0.0] * 3, "length")))
+    assert decode(tokenizer, [ended])[0].text == "xyz"
+    assert decode(tokenizer, [ended], stop=(end, ))[0].text == "xyz<|im_start|>"
+    assert decode(tokenizer, [cut])[0].text == "xyz"
 
 
 def test_a_stop_string_must_be_one_token():

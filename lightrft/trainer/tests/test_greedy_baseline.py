@@ -12,8 +12,9 @@ from lightrft.strategy.mesh import Mesh
 from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.fast_exp_maker import GreedyBaseline
-from lightrft.trainer.samples import Response, to_samples
+from lightrft.trainer.samples import decode
 from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.types import Episode
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 
@@ -36,7 +37,7 @@ def greedy_texts(made):
     made.engine.wake()
     for prompt in [made.loader.dataset[i] for i in range(4)]:
         done = made.engine.generate([Request(prompt.token_ids, [7])], params)[0]
-        yield to_samples(made.tokenizer, [(0, prompt, 0, Response.of(done[0], 0))], params.stop_token_ids)[0]
+        yield decode(made.tokenizer, [Episode.of(prompt, 0, 0, done[0], 0)], params.stop_token_ids)[0]
 
 
 def test_the_baseline_is_the_reward_of_the_greedy_response(home, tmp_path):

@@ -1,7 +1,7 @@
 """Oversampling: every prompt is trained once, whole and in time, with the log-probs of the weights that drew it."""
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,9 +113,14 @@ def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
     """Cut off in the second of three turns; by a checkpoint in between too."""
     group = ResponseGroup.new(0, Prompt("u", [5, 6], "ab"), 1)
     group.add([Completion([7, 20, 8], [-0.1, 0.0, -0.2], "abort", [(1, 2)])], 3, [0])
-    group = ResponseGroup.load(json.loads(json.dumps(asdict(group))))
+    state = json.loads(json.dumps(group.state()))
+    earlier = state | {"responses": [{"token_ids": [7, 20, 8], "logprobs": [-0.1, 0.0, -0.2], "finish_reason": "abort",
+                                      "appended": [[1, 2]], "weight_versions": [3, -1, 3]}]}  # yapf: disable
+    begun, group = group, ResponseGroup.load(state)
+    assert ResponseGroup.load(earlier) == group, "a checkpoint of an earlier version"
+    assert group.responses[0].segments == begun.responses[0].segments
     group.add([Completion([9, 21, 22, 4], [-0.3, 0.0, 0.0, -0.4], "stop", [(1, 3)])], 4, [0])
-    sample, = group.samples(0)
+    sample, = group.renumbered(0)
     assert sample.token_ids == [5, 6, 7, 20, 8, 9, 21, 22, 4]
     assert sample.loss_mask == [False, False, True, False, True, True, False, False, True]
     assert sample.weight_versions == [-1, -1, 3, -1, 3, 4, -1, -1, 4]
@@ -179,7 +184,7 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(home, tmp_path):
     cut = trainer_of(home, tmp_path / "b", **options)
     cut.strategy.any_rank = lambda value: cut.step == 3 or value
     cut.fit()
-    assert any(response.token_ids for group in cut.source.groups for response in group.responses if group.open)
+    assert any(response.segments for group in cut.source.groups for response in group.responses if group.open)
     done = runs.run(home, tmp_path / "b", **options, load_checkpoint=True)
     assert stable(done.lines) == stable(straight.lines)
     assert all(torch.equal(value, straight.weights[name]) for name, value in done.weights.items())

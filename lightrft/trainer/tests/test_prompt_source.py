@@ -174,7 +174,7 @@ def test_a_resumed_run_goes_on_with_what_was_carried_over(home, tmp_path):
 
 
 def test_carried_groups_that_no_longer_fit_are_told(home, tmp_path, capsys):
-    state = {"rows": [{}] * 8, "size": 2, "exp": {}}
+    state = {"rows": [{"group_id": i // 2, "index": i % 2} for i in range(8)], "exp": {}}
     for options, words in (({}, "groups of 2 samples"), ({"dynamic_sampling": False, "max_steps": 1}, "8 samples")):
         cfg = runs.config_of(home, tmp_path, **OPTIONS | options)
         source = runs.trainer_of(cfg, runs.strategy_of(cfg)).source

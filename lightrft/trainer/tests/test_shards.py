@@ -1,6 +1,7 @@
 """A rollout batch that is spread over ranks: every sequence is where it is needed, whole, and nothing is lost."""
 import os
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from lightrft.algorithms import ADVANTAGES
 from lightrft.tests.support.ragged import ours
 from lightrft.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
+from lightrft.ops.segment import group_stats
 from lightrft.rollout.engine import Completion
 from lightrft.strategy.base import Prepared
 from lightrft.tests.support import runs
@@ -20,25 +22,33 @@ from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.dynamic_sampling import ScoredGroups
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.logprob_pass import LogprobPass
+from lightrft.trainer.metric_sums import number_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.prompt_source import DynamicSource
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
-from lightrft.trainer.samples import pack_samples, ResponseGroup
+from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.scores import RewardTable, ScoredSample
 from lightrft.trainer.shards import BatchRanks, Shards
-from lightrft.types import Prompt, Sample
+from lightrft.types import Batch, Episode, number as declare, NUMBERS, Prompt, Segment
 from lightrft.utils.timer import Timer
 
 GROUPS, SIZE = 5, 2
 LENGTHS = [3, 9, 4, 4, 7, 1, 12, 2, 5, 6]  # response tokens
 
 
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """A number that some responses have."""
+    monkeypatch.setattr(NUMBERS, "_entries", {})
+    declare("calls", missing=-1.0)
+
+
 def sample(number):
     """A sample whose tokens tell its number."""
     n = LENGTHS[number]
-    return Sample(Prompt(str(number // SIZE), [1, 2], "p"), number // SIZE, number % SIZE, [1, 2] + [number + 10] * n,
-                  [False] * 2 + [True] * n, [0.0] * 2 + [-number / 10] * n, [-1] * 2 + [0] * n,
-                  "length" if number == 6 else "stop")  # yapf: disable
+    segment = Segment([number + 10] * n, [-number / 10] * n, version=0)
+    return Episode(Prompt(str(number // SIZE), [1, 2], "p"), number // SIZE, number % SIZE, [segment],
+                   "length" if number == 6 else "stop", extra={"calls": number} if number % 3 else {})  # yapf: disable
 
 
 def score(number):
@@ -57,19 +67,20 @@ def mine(strategy):
 
 
 def shards_of(strategy):
-    shards = Shards(strategy, pack_samples([sample(number) for number in mine(strategy)], SIZE))
+    shards = Shards(strategy, Batch.of([sample(number) for number in mine(strategy)]))
     buffer = ReplayBuffer(shards.lens, 4, MicroBatchLimits(2, 1000), strategy.rank, strategy.world_size, "0")
     shards.move(buffer.homes())
     return shards, buffer
 
 
 def whole():
-    return pack_samples([sample(number) for number in range(GROUPS * SIZE)], SIZE)
+    return Batch.of([sample(number) for number in range(GROUPS * SIZE)])
 
 
 def check(exp, numbers):
     """``exp`` holds exactly the sequences ``numbers``, with every field."""
     expected = whole().select(numbers)
+    assert torch.equal(exp.extra["calls"], expected.extra["calls"])
     for name, value in vars(expected).items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(vars(exp)[name], value), name
@@ -92,6 +103,29 @@ def test_every_sequence_moves_to_its_home(ranks):
     homes = World(ranks).run(work)
     assert sorted(number for home in homes for number in home) == list(range(GROUPS * SIZE))
     assert ranks < 7 or [] in homes, "no rank is without a sequence"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_groups_may_differ_in_size(ranks):
+    """Groups of 3, 1, 4 and 2 samples, of which no rank has neighbours: positions, groups, numbers and statistics."""
+    keys = [(group, index) for group, size in enumerate([3, 1, 4, 2]) for index in range(size)]
+
+    def work(strategy):
+        own = [i for i in reversed(range(10)) if i % strategy.world_size == strategy.rank]
+        samples = [replace(sample(i), group_id=keys[i][0], index=keys[i][1]) for i in own]
+        shards = Shards(strategy, Batch.of(samples))
+        assert shards.numbers.tolist() == own and shards.exp.sample_ids.tolist() == own[::-1]
+        batch = shards.batch()
+        batch.rewards, batch.scored = torch.arange(10.0), torch.ones(10, dtype=torch.bool)
+        stats = group_stats(batch.rewards, batch.group_ids, batch.scored)
+        return (batch.keys, shards.first_of_groups, stats.mean.tolist(), batch.extra["calls"].tolist(),
+                number_metrics(shards))
+
+    for done, first, means, numbers, metrics in World(ranks).run(work):
+        assert done == keys and first == [0, 3, 4, 8]
+        assert means == [1.0] * 3 + [3.0] + [5.5] * 4 + [8.5] * 2
+        assert numbers == [i if i % 3 else -1 for i in range(10)]
+        assert metrics == pytest.approx({"response/calls/mean": 2.3, "response/calls/min": -1, "response/calls/max": 8})
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
@@ -141,8 +175,7 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
         calculator = get_advantage_calculator(config.algorithm, config.reward, 14)
         maker = FastExperienceMaker(config, strategy, idle, None, None, logprobs, calculator, Timer())
         samples = [sample(number) for number in reversed(mine(strategy))]
-        rollout = maker.complete(pack_samples(samples, SIZE), lambda: [score(s.group_id * SIZE + s.index)
-                                                                       for s in samples], 0)  # yapf: disable
+        rollout = maker.complete(Batch.of(samples), lambda: [score(s.group_id * SIZE + s.index) for s in samples], 0)
         before = len(exchanges)
         rollout.shards.borrow(rollout.buffer.homes())
         for number in rollout.buffer.homes()[strategy.rank]:
@@ -268,8 +301,7 @@ def test_waiting_groups_are_written_by_one_rank_and_dealt_again(before, after):
     config = Config(rollout=RolloutConfig(rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, dynamic_sampling=True))
 
     def waiting(numbers):
-        return ScoredGroups(pack_samples([sample(number) for number in numbers], SIZE),
-                            [score(number) for number in numbers], SIZE)  # yapf: disable
+        return ScoredGroups(Batch.of([sample(number) for number in numbers]), [score(number) for number in numbers])
 
     def save(strategy):
         source = DynamicSource(config, maker_of(strategy), None, None)
@@ -301,6 +333,6 @@ def test_the_memory_benchmark_finds_the_same_advantages_with_less_traffic():
 
 
 def test_an_empty_batch_has_shards():
-    shards, = World(1).run(lambda strategy: Shards(strategy, pack_samples([], SIZE)))
+    shards, = World(1).run(lambda strategy: Shards(strategy, Batch.of([])))
     shards.borrow([[]])
     assert shards.size == 0 and shards.held.num_seqs == 0

@@ -17,7 +17,7 @@ from lightrft.tests.support.scorers import save_judge
 from lightrft.trainer.advantage_calculator import token_rewards
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.scores import on_tokens
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Episode, Experience, Prompt, Segment
 
 # prompts of two tokens; the reward of each response token that ends a step; two groups of two
 STEPS = [[None, 0.9, None, 0.2], [0.4], [None, None, 0.7], [0.7, 0.7]]
@@ -73,13 +73,13 @@ def test_grpo_standardises_all_steps_of_a_group(exp):
 def test_the_token_of_a_step_is_the_one_that_writes_its_end():
     tokenizer = tiny.tokenizer()
     ids = tokenizer.encode("né\nok")  # é is two tokens
-    sample = Sample(Prompt("0", [5, 6], ""), 0, 0, [5, 6, *ids], [False] * 2 + [True] * 3 + [False] * 3, [], [], "stop")
+    sample = Episode(Prompt("0", [5, 6], ""), 0, 0, [Segment(ids[:3], []), Segment(ids[3:], [], drawn=False)], "stop")
     assert on_tokens(sample, [(2, 0.5), (5, 0.25)], tokenizer) == [(4, 0.5), (4, 0.25)], "the rest is not drawn"
-    sample.loss_mask[-1] = True
+    sample.segments[1:] = [Segment(ids[3:5], [], drawn=False), Segment(ids[5:], [])]
     assert on_tokens(sample, [(1, 1.0), (2, 0.5), (5, 0.25)], tokenizer) == [(2, 1.0), (4, 0.5), (7, 0.25)]
     tokenizer = metaspace()
     prompt, ids = tokenizer.encode("Q:"), tokenizer.convert_tokens_to_ids(["\u2581", "a", "b"])
-    sample = Sample(Prompt("0", prompt, "Q:"), 0, 0, prompt + ids, [False] * 3 + [True] * 3, [], [], "stop")
+    sample = Episode(Prompt("0", prompt, "Q:"), 0, 0, [Segment(ids, [])], "stop")
     assert on_tokens(sample, [(2, 0.5), (3, 1.0)], tokenizer) == [(4, 0.5), (5, 1.0)], "the blank is one of two"
 
 
@@ -90,7 +90,7 @@ def test_rewards_read_a_prefill_in_the_answer():
     item = reward_input(prompt, "b</think>\\boxed{2}")
     assert (item.prompt, item.response, item.messages) == ("1+1? ", "<think>ab</think>\\boxed{2}", chat[:1])
     assert format_score(item).value == 1
-    sample = Sample(prompt, 0, 0, [5, 6, *tokenizer.encode("b\nok")], [False] * 2 + [True] * 4, [], [], "stop")
+    sample = Episode(prompt, 0, 0, [Segment(tokenizer.encode("b\nok"), [])], "stop")
     assert on_tokens(sample, [(3, 1.0), (9, 0.5), (12, 0.25)], tokenizer) == [(2, 1.0), (2, 0.5), (5, 0.25)]
 
 

@@ -1,0 +1,261 @@
+"""The batch of the trainer: sequences packed into one row of tokens, with declared fields."""
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightrft.ops.segment import expand, HERE, position_ids, Ranks
+from lightrft.types.episodes import Episode
+from lightrft.types.fields import Field, flatten, NUMBERS
+from lightrft.utils.tensors import upload
+
+NAN = math.nan
+
+
+def _declare(*declaration: Any, **more: Any) -> Any:
+    return field(default=None, metadata={"declared": Field(*declaration, **more)})
+
+
+def _per_token(dtype: torch.dtype = torch.float32, missing: float | None = None,
+               of: Callable[[Episode], Any] | None = None) -> Any:
+    return _declare("T", dtype, missing, of)
+
+
+def _per_sequence(dtype: torch.dtype = torch.float32, missing: float | None = None,
+                  of: Callable[[Episode], Any] | None = None) -> Any:
+    return _declare("B", dtype, missing, of)
+
+
+@dataclass
+class Batch:
+    """B sequences packed into one row of T tokens; index t of every [T] field describes token t.
+
+    ``logprobs[t] = log p(token_t | tokens before)`` and ``values[t]`` is the value of the state in which token t was
+    chosen, so nothing is ever shifted; both are 0 where undefined. Masks are bool, True = keep. A field is a tensor of
+    the declared axis and type, or None where the run does not have it. ``extra`` holds the numbers that are declared by
+    :func:`lightrft.types.fields.number`, by name.
+    """
+    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, of=attrgetter("token_ids"))})
+    cu_seqlens: Tensor = field(metadata={"declared": Field("cu", torch.int32)})  # [B + 1], starts with 0, ends with T
+    # True on the tokens that the policy drew and learns from
+    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, of=attrgetter("loss_mask"))})
+    group_ids: Tensor = _per_sequence(torch.int64, of=attrgetter("group_id"))  # samples of one prompt share one id
+    indices: Tensor = _per_sequence(torch.int64, of=attrgetter("index"))  # of the samples in their groups
+    sample_ids: Tensor = _per_sequence(torch.int64)  # position in the global rollout batch, by group and index
+    rewards: Tensor = _per_sequence()  # after shaping; meaningless where not scored
+    scored: Tensor = _per_sequence(torch.bool)
+    reward_parts: Tensor = _per_sequence(missing=NAN)  # [B, K], parts before their weights; NaN: does not judge
+    part_weights: Tensor = _per_sequence()  # [B, K], the weights of the parts in the sample's reward
+    margins: Tensor = _per_sequence()  # by which the reward of the chosen sequence of a pair is to be higher
+    labels: Tensor = _per_sequence()  # [B] or [B, K], probability that the sequence, or the chosen one, is good
+    step_labels: Tensor = _per_token()  # of the step that a token of the loss ends (of process rewards)
+    ref_sums: Tensor = _per_sequence(torch.float64)  # log-probs of the reference, summed over the tokens in the loss
+    matched: Tensor = _per_sequence(torch.float64)  # margin of the reference that a pair meets (aot); equal in a pair
+    nll_weights: Tensor = _per_sequence(torch.float64)  # of the chosen one's NLL per token (of pairs); equal in a pair
+    baseline_rewards: Tensor = _per_sequence(missing=NAN)  # of the prompt's greedy response, shaped alike
+    baseline_lengths: Tensor = _per_sequence()  # tokens of that response
+    truncated: Tensor = _per_sequence(torch.bool, of=attrgetter("truncated"))  # the response hit the length limit
+    weight_versions: Tensor = _per_token(torch.int32,
+                                         of=attrgetter("weight_versions"))  # -1: the policy did not draw it
+    rollout_logprobs: Tensor = _per_token(of=attrgetter("logprobs"))
+    old_logprobs: Tensor = _per_token()
+    ref_logprobs: Tensor = _per_token()
+    teacher_logprobs: Tensor = _per_token()
+    values: Tensor = _per_token()
+    token_rewards: Tensor = _per_token()
+    step_rewards: Tensor = _per_token(missing=NAN)  # reward of the step that the token ends, part of the sample's
+    advantages: Tensor = _per_token()
+    entropies: Tensor = _per_token()  # of the old policy, in nats; set with high_entropy_token_ratio only
+    high_entropy_mask: Tensor = _per_token(torch.bool)  # the tokens that alone get a policy gradient; None: all
+    selected: Tensor = _per_token(torch.bool)  # what the policy loss chose of the current mini-batch; False elsewhere
+    returns: Tensor = _per_token()
+    token_weights: Tensor = _per_token()  # of the gradient of a token, which counts as one token all the same
+    media: list[tuple[str, ...]] | None = _declare("list", of=attrgetter("prompt.media"))  # keys
+    prompt_lens: list[int] | None = _declare("list", of=attrgetter("prompt_len"))  # later media tokens are text
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    ranks: ClassVar[Ranks] = HERE  # all sequences of the batch are here
+    before: ClassVar[list[int] | None] = None  # no sequence continues another
+
+    @classmethod
+    @cache
+    def declared(cls) -> dict[str, Field]:
+        """Return the declared fields by name, without the numbers in ``extra``."""
+        return {f.name: f.metadata["declared"] for f in fields(cls) if "declared" in f.metadata}
+
+    @classmethod
+    def of(cls, responses: Sequence[Episode]) -> "Batch":
+        """Pack responses on the CPU, with every field that is declared to be read from them."""
+        values = {name: each.pack(responses) for name, each in cls.declared().items() if each.of is not None}
+        extra = {name: NUMBERS.get(name).pack(responses) for name in NUMBERS}
+        return cls(cu_seqlens=_boundaries(len(each.token_ids) for each in responses), extra=extra, **values)
+
+    @classmethod
+    def pack(cls, token_ids: Iterable[list[int]], loss_mask: Iterable[list[bool]] | None = None,
+             **values: Any) -> "Batch":
+        """Pack sequences on the CPU.
+
+        Args:
+            token_ids: B lists.
+            loss_mask: lists of the same lengths; None: no token is in the loss.
+            values: further fields.
+        """
+        rows = [*token_ids]
+        cu = _boundaries(map(len, rows))
+        mask = torch.zeros(int(cu[-1]), dtype=torch.bool) if loss_mask is None else flatten(loss_mask, torch.bool)
+        return cls(flatten(rows, torch.int64), cu, mask, **values)
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, B."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, T."""
+        return len(self.token_ids)
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """Group and index of each sample."""
+        return [*zip(self.group_ids.tolist(), self.indices.tolist())]
+
+    @property
+    def drawn(self) -> Tensor:
+        """bool [T]: the tokens that the policy drew, in the loss or not; ``loss_mask`` where no policy drew any.
+
+        They keep log-probs and values even after some have left the loss, so that all passes forward the same rows. A
+        matmul over another number of rows rounds differently, and the first ratio would not be 1.
+        """
+        return self.loss_mask if self.weight_versions is None else self.weight_versions >= 0
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """[B]: number of tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    @cached_property
+    def lens(self) -> list[int]:
+        """Number of tokens of each sequence, on the host; without a sync after :meth:`to`."""
+        return self.seq_lens.tolist()
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]: index of each token in its sequence."""
+        return position_ids(self.cu_seqlens, self.num_tokens)
+
+    @cached_property
+    def actions(self) -> Tensor:
+        """int64 [N]: the positions in [T] of the tokens of ``drawn`` with a predecessor; without a sync after
+        :meth:`to`."""
+        return (self.drawn & (position_ids(self.cu_seqlens, self.num_tokens) > 0)).nonzero()[:, 0]
+
+    @property
+    def host(self) -> "Batch":
+        """This batch as it was before :meth:`to`, so that reading it waits for no device."""
+        return vars(self).get("_host", self)  # itself is not stored: the cycle would outlive the step
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Repeat values [B] of the samples over the tokens of this rank's sequences: [T]."""
+        return expand(self.ranks.own(values), self.cu_seqlens, self.num_tokens)
+
+    def _map(self, change: Callable[[Field, Any], Any]) -> "Batch":
+        """Return a batch with ``change`` of every value that is set."""
+        values = {
+            name: change(each,
+                         vars(self)[name]) for name, each in self.declared().items() if vars(self)[name] is not None
+        }
+        return replace(self, **values, extra={name: change(NUMBERS.get(name), v) for name, v in self.extra.items()})
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Copy the batch with its tensors on ``device`` (media stay keys), and what the host knows of it."""
+        moved = self._map(lambda each, value: value if each.axis == "list" else upload(value, device))
+        vars(moved).update(lens=self.lens, actions=upload(self.actions, device), _host=self.host)
+        return moved
+
+    def tokens_of(self, indices: list[int]) -> Tensor:
+        """Return the positions in [T] of the tokens of the sequences ``indices``, in that order."""
+        index = torch.tensor(indices, dtype=torch.long, device=self.token_ids.device)
+        starts, lens = self.cu_seqlens[index].long(), self.seq_lens[index].long()
+        before = lens.cumsum(0) - lens
+        # token i of the result is token (i - its new start + its old start) of this batch
+        return torch.arange(int(lens.sum()), device=index.device) + torch.repeat_interleave(starts - before, lens)
+
+    def select(self, indices: list[int]) -> "Batch":
+        """Pack the sequences ``indices``, in that order, into a new batch."""
+        index = torch.tensor(indices, dtype=torch.long, device=self.token_ids.device)
+        lens, tokens = self.seq_lens[index].long(), self.tokens_of(indices)
+        cu = torch.cat([lens.new_zeros(1), lens.cumsum(0)]).to(self.cu_seqlens.dtype)
+        pick: dict[str, Callable[[Any], Any]] = {
+            "T": lambda v: v[tokens], "B": lambda v: v[index], "cu": lambda v: cu, "list":
+            lambda v: [v[i] for i in indices]
+        }
+        return self._map(lambda each, value: pick[each.axis](value))
+
+    def split(self, parts: list[list[int]]) -> list["Batch"]:
+        """Make one batch per list of sequence indices."""
+        return [self.select(part) for part in parts]
+
+    @classmethod
+    def cat(cls, parts: Sequence["Batch"]) -> "Batch":
+        """Join all sequences of ``parts`` in order. A field is set in all parts that have sequences, or in none; where
+        it is missing in some, they get the value that is declared for that.
+
+        Raises:
+            ValueError: none is declared.
+        """
+        parts = [part for part in parts if part.num_seqs] or parts[:1]
+        values = {name: _join(name, each, parts, [vars(part)[name] for part in parts])
+                  for name, each in cls.declared().items()}  # yapf: disable
+        names = dict.fromkeys(name for part in parts for name in part.extra)
+        extra = {name: _join(name, NUMBERS.get(name), parts, [part.extra.get(name) for part in parts])
+                 for name in names}  # yapf: disable
+        return cls(**values, extra=extra)
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> "Batch":
+        """Restore a batch from the values of a checkpoint. Numbers that it lacks are missing; those that this run does
+        not declare are dropped."""
+        batch = cls(**values)
+        batch.extra = {name: batch.extra.get(name, NUMBERS.get(name).blank(batch.count(NUMBERS.get(name))))
+                       for name in NUMBERS}  # yapf: disable
+        return batch
+
+    def count(self, declared: Field) -> int:
+        """Return the number of values of a field: B or T."""
+        return self.num_tokens if declared.axis == "T" else self.num_seqs
+
+
+@dataclass
+class RolloutBatch(Batch):
+    """Rollout batch of all ranks, as advantages and token selections read it.
+
+    Its [T] fields and ``cu_seqlens`` describe the sequences of this rank, its [B] fields the samples of all ranks.
+    """
+    ranks: Ranks = HERE  # type: ignore[misc]
+
+    def local(self) -> Batch:
+        """Return the sequences of this rank, with their own samples only."""
+        own = self._map(lambda each, value: self.ranks.own(value) if each.axis == "B" else value)
+        return Batch(**{f.name: vars(own)[f.name] for f in fields(Batch)})
+
+
+def _boundaries(lens: Iterable[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def _join(name: str, declared: Field, parts: Sequence[Batch], values: list[Any]) -> Any:
+    """Join the values of the field ``name`` of ``parts``; None where no part has it."""
+    given = [value for value in values if value is not None]
+    if not given:
+        return None
+    if len(given) < len(values):
+        if declared.missing is None:
+            raise ValueError(f"cannot join batches: {name} is set in some parts only")
+        shape = given[0].shape[1:]
+        values = [declared.blank(part.count(declared), *shape) if v is None else v for part, v in zip(parts, values)]
+    return declared.cat(values)

@@ -1,0 +1,143 @@
+"""Episodes: responses to prompts, from the request to the batch, in runs of tokens that have one source."""
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
+from typing import Any, Protocol
+
+from lightrft.types.prompts import Prompt
+
+
+@dataclass
+class Segment:
+    """Run of tokens from one source: the policy drew them with weights of one ``version``, or they were given, by a
+    tool or an environment.
+
+    ``logprobs`` are the engine's log-probs, in nats, under the distribution that was sampled; 0 on given tokens.
+    """
+    token_ids: list[int]
+    logprobs: list[float]
+    drawn: bool = True
+    version: int = -1  # of given tokens
+
+
+class Generated(Protocol):
+    """Tokens that an engine generated in one call, with the runs [start, stop) that were appended, not drawn."""
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    appended: list[tuple[int, int]]
+
+
+@dataclass
+class Episode:
+    """One response to a prompt. Lists per token hold prompt and response; those of ``segments`` the response alone.
+
+    ``finish_reason`` is "stop", "length", or "abort" while the response is unfinished. ``text`` is the response,
+    decoded without special tokens at its end. ``extra`` holds further numbers, declared by
+    :func:`lightrft.types.number`.
+    """
+    prompt: Prompt
+    group_id: int  # number of the prompt: in the rollout batch, or in all draws of the run
+    index: int  # of the response in its group
+    segments: list[Segment] = field(default_factory=list)
+    finish_reason: str = "abort"
+    text: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, prompt: Prompt, group_id: int, index: int, done: Generated, version: int) -> "Episode":
+        """Make an episode of what the weights of ``version`` generated."""
+        episode = cls(prompt, group_id, index)
+        episode.add(done, version)
+        return episode
+
+    @classmethod
+    def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
+        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text and no numbers."""
+        episode = cls(prompt, group_id, index, [], state["finish_reason"], state.get("text", ""),
+                      state.get("extra", {}))  # yapf: disable
+        tokens = zip(state["token_ids"], state["logprobs"], state["weight_versions"])
+        for version, run in groupby(tokens, key=itemgetter(2)):
+            ids, logprobs, _ = zip(*run)
+            episode.segments.append(Segment([*ids], [*logprobs], version >= 0, version))
+        return episode
+
+    def state(self) -> dict[str, Any]:
+        """Return the response as lists per token, for a checkpoint."""
+        n = self.prompt_len
+        return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
+                "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra}  # yapf: disable
+
+    def add(self, more: Generated, version: int) -> None:
+        """Append tokens that the weights of ``version`` generated, and those that were given meanwhile."""
+        bounds = [0, *chain.from_iterable(more.appended), len(more.token_ids)]
+        for i, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop:
+                ids, logprobs, drawn = more.token_ids[start:stop], more.logprobs[start:stop], i % 2 == 0
+                self._append(Segment(ids, logprobs, drawn, version if drawn else -1))
+        self.finish_reason = more.finish_reason
+
+    def _append(self, new: Segment) -> None:
+        """Append a segment; one of the same source becomes longer."""
+        last = self.segments[-1] if self.segments else None
+        if last is not None and (last.drawn, last.version) == (new.drawn, new.version):
+            self.segments[-1] = replace(new, token_ids=last.token_ids + new.token_ids,
+                                        logprobs=last.logprobs + new.logprobs)  # yapf: disable
+        else:
+            self.segments.append(new)
+
+    @property
+    def open(self) -> bool:
+        """True while the response is unfinished."""
+        return self.finish_reason == "abort"
+
+    @property
+    def truncated(self) -> bool:
+        """True if the response hit the length limit."""
+        return self.finish_reason == "length"
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def response_len(self) -> int:
+        """Number of tokens after the prompt."""
+        return sum(len(each.token_ids) for each in self.segments)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and response."""
+        return self.prompt_len + self.response_len
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Tokens after the prompt."""
+        return [*chain.from_iterable(each.token_ids for each in self.segments)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of prompt and response."""
+        return self.prompt.token_ids + self.response_ids
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """True on the tokens that the policy drew."""
+        return self._per_token(False, (each.drawn for each in self.segments))
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Versions of the weights that drew each token; -1 on the others."""
+        return self._per_token(-1, (each.version for each in self.segments))
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Log-probs of the engine; 0 on the tokens that the policy did not draw."""
+        return [0.0] * self.prompt_len + [*chain.from_iterable(each.logprobs for each in self.segments)]
+
+    def _per_token(self, before: Any, values: Iterator[Any]) -> list[Any]:
+        """Repeat a value per segment over its tokens, behind ``before`` on those of the prompt."""
+        runs = ([value] * len(each.token_ids) for value, each in zip(values, self.segments))
+        return [*[before] * self.prompt_len, *chain.from_iterable(runs)]

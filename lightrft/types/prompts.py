@@ -1,0 +1,78 @@
+"""Prompts, what a medium of a prompt becomes, and where media come from."""
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, rendered and tokenized; the same for every modality.
+
+    ``media`` are keys (``image:`` and a hash, say) of its pictures, videos and sounds, in the order of their
+    appearance. What they name is decoded and processed where it is used, and never sent to other ranks. In
+    ``token_ids`` every medium has as many tokens as it has features; in ``text`` and ``unexpanded_ids``, for engines
+    that process media themselves, it has one placeholder. ``template_kwargs`` are those with which a chat template
+    rendered the messages (tools, say), for models with a template of their own.
+    """
+    uid: str
+    token_ids: list[int]
+    text: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    data_source: str = ""
+    label: str = ""
+    reference: Any = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
+    unexpanded_ids: list[int] = field(default_factory=list)  # empty without media
+    template_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class MediaTensors:
+    """Tensors that a model's processor makes of one picture, video or sound.
+
+    ``tensors`` have the processor's names and are those of a batch of one; ``text`` replaces the placeholder in the
+    prompt. ``cut_s`` is how many seconds of a sound were left out at its end.
+    """
+    kind: str  # "image" | "video" | "audio"
+    tensors: dict[str, Tensor]
+    text: str
+    cut_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class MediaSource(Protocol):
+    """Source of media and of their tensors by key."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the media of the whole data, the same on every rank."""
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Most media of each kind in one row."""
+
+    @property
+    def settings(self) -> str:
+        """Hash of everything but the content that decides about the tensors of a medium."""
+
+    def open(self, key: str) -> Any:
+        """Decode the medium ``key``: a Pillow picture, ``samples`` and ``rate`` of a sound, or ``frames``."""
+
+    def tensors(self, key: str) -> MediaTensors:
+        """Return what the processor makes of the medium ``key``, on the CPU."""
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Make the tensors of media in the background."""
+
+    def decode_ahead(self, keys: Iterable[str]) -> None:
+        """Decode media in the background, for an engine that opens them."""
+
+    def blank(self, kind: str) -> MediaTensors:
+        """Return a small medium of ``kind``, for a rank that has none."""
