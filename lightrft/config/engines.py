@@ -107,6 +107,9 @@ class EngineConfig:
         0, "limit on sequences that an engine runs at once; 0: hf as many as the cache holds, others the samples of a "
         "rollout per engine, at least 256 and at most 1024 (256 on a device with less than 70 GiB)",
         within=NON_NEGATIVE, free=True)
+    fused_decode: bool = option(
+        False, "hf: compute the attention of a decode step in one Triton kernel of this library. Off until a GPU has "
+        "shown it right and faster (docs/gpu.md)", read_by=("hf", ), free=True)
     engine_quantization: str = option(
         "none", "vllm, sglang: store the engine's weights in 8 bits (CUDA); in training, correct the mismatch with "
         "--rollout_correction", ("none", "fp8"), read_by=("vllm", "sglang"))

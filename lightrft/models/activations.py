@@ -4,14 +4,16 @@ Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count the activations of
 for the layers of today: flash attention keeps no [T, T] scores but one float32 per head and token (the log-sum-exp of
 its row), there is no dropout, norms are RMSNorm computed in float32, and the MLP has a gate.
 
-The sums count what every such layer keeps. A family with more (norms of queries and keys, norms after a block) takes
-more, so a plan that does not fit by these sums does not fit.
+The sums count what every such layer keeps, and norms of queries and keys. A family with more (norms after a block)
+takes more, so a plan that does not fit by these sums does not fit.
 """
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_HEAD_NORMS = ("qwen3", "gemma3")  # families whose heads of queries and keys have a norm
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class ModelShape:
     towers: "tuple[TowerShape, ...]" = ()
     vocabulary: int = 0
     windows: int = 0  # layers whose tokens see a window alone
+    head_norms: bool = False  # queries and keys have a norm
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
@@ -42,7 +45,8 @@ class ModelShape:
                    (values.get("num_key_value_heads") or heads) * head, heads,
                    TowerShape.all_of(config) if config.get_text_config() is not config else (),
                    values.get("vocab_size") or 0,
-                   sum(kind != "full_attention" for kind in values.get("layer_types") or ()))
+                   sum(kind != "full_attention" for kind in values.get("layer_types") or ()),
+                   values.get("model_type", "").startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")))
 
     @property
     def attention(self) -> float:
@@ -148,22 +152,20 @@ class Activations:
         s, w = self.shape, self.width
         attention = w * (2 * s.queries + 2 * (s.queries if self.repeated else s.keys)) + 4 * s.heads
         mlp = w * s.mlp * (3 if self.fused else 4)  # gate, its activation, up, their product
-        return self.tokens * (2 * (self._norm + w * s.hidden) + attention + mlp)
+        heads = self._norm(s.queries + s.keys) * s.head_norms
+        return self.tokens * (2 * (self._norm(s.hidden) + w * s.hidden) + heads + attention + mlp)
 
-    @property
-    def _norm(self) -> float:
-        """Kept by a norm, per token: its input in float32, and the normalised one for the gradient of the weight. Its
-        output belongs to the layer that reads it."""
-        if self.fused:
-            return self.width * self.shape.hidden
-        return (4 + self.width * (not self.frozen)) * self.shape.hidden
+    def _norm(self, size: int) -> float:
+        """Kept by a norm of ``size`` numbers, per token: its input in float32, and the normalised one for the gradient
+        of the weight. Its output belongs to the layer that reads it."""
+        return size * (self.width if self.fused else 4 + self.width * (not self.frozen))
 
     @property
     def kept(self) -> float:
         """Kept from the forward to the backward pass: by the layers, by the last norm and by the head's input."""
         s, w = self.shape, self.width
         per_layer = self.tokens * w * s.hidden + self._results if self.recompute else self.layer
-        return s.layers * per_layer + self.tokens * (self._norm + w * s.hidden)
+        return s.layers * per_layer + self.tokens * (self._norm(s.hidden) + w * s.hidden)
 
     @property
     def _results(self) -> float:

@@ -16,7 +16,7 @@ from lightrft.config.stages import Stages
 from lightrft.config.tree import options
 from lightrft.preflight.algorithm_rules import trains_critic
 from lightrft.preflight.batches import nearest_divisors
-from lightrft.preflight.shared_rules import divides, if_set, unread
+from lightrft.preflight.shared_rules import divides, if_set, triton_kernels, unread
 
 
 def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
@@ -29,6 +29,8 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
                f"{option.read_by[0]} or drop {option.flag}")
     if ENGINES[engine].install:
         yield from _native_engine(c, engine, cuda)
+    elif c.rollout.fused_decode:
+        yield from triton_kernels("fused_decode", cuda)
     if engine != "sglang" and not c.strategy.divides_weights(world_size):
         yield from if_set(
             c, ["sync_bucket_mib"], f"has no effect with --engine_type {engine} if every rank holds all weights, "

@@ -18,7 +18,7 @@ from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import cut_rows, frozen_bytes, reward_bytes, reward_sizes, teacher_bytes
 from lightrft.preflight.overhead import engine_rows
 from lightrft.preflight.reward_rules import reward_problems
-from lightrft.preflight.shared_rules import divides, evaluations, fused_logprobs, probabilities, prompts
+from lightrft.preflight.shared_rules import divides, evaluations, probabilities, prompts, triton_kernels
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import (ByPhase, engine_cache, engine_memory, engine_weights, largest_hf_cache, PHASES)
@@ -45,7 +45,8 @@ class RLPreflight(TrainingPreflight):
             yield from check(c)
         yield from placed_problems(c, world_size)
         yield from _reference(c.model, world_size)
-        yield from fused_logprobs(c.model, cuda)
+        if c.model.fused_logprobs:
+            yield from triton_kernels("fused_logprobs", cuda)
         yield from batch_problems(c, world_size)
         yield from engine_problems(c, world_size, cuda)
         yield from overlap_problems(c, world_size)

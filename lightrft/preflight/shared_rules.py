@@ -12,8 +12,7 @@ from lightrft.config.options import Option, show
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
 from lightrft.config.prompt_schema import PromptConfig
 from lightrft.config.schema import Config, DataConfig
-from lightrft.config.shared_schema import (LogprobModelConfig, OptimConfig, PolicyModelConfig, SinkConfig,
-                                           StrategyConfig, Tree)
+from lightrft.config.shared_schema import (OptimConfig, PolicyModelConfig, SinkConfig, StrategyConfig, Tree)
 from lightrft.config.tree import flatten, options
 from lightrft.preflight.batches import nearest_divisors
 from lightrft.preflight.written import written_problems
@@ -148,12 +147,11 @@ def _liger(cuda: bool) -> Iterator[str]:
     yield from _package("use_liger true", "liger_kernel", "liger")
 
 
-def fused_logprobs(m: LogprobModelConfig, cuda: bool) -> Iterator[str]:
-    """Check that the kernels of log-probs can run."""
-    if m.fused_logprobs and not cuda:
-        yield "--fused_logprobs true: its kernels need CUDA, and this machine has none; drop --fused_logprobs"
-    if m.fused_logprobs:
-        yield from _package("fused_logprobs true", "triton")
+def triton_kernels(name: str, cuda: bool) -> Iterator[str]:
+    """Check that the kernels that the option ``name`` asks for can run."""
+    if not cuda:
+        yield f"--{name} true: its kernels need CUDA, and this machine has none; drop --{name}"
+    yield from _package(f"{name} true", "triton")
 
 
 def prompts(d: DataConfig) -> Iterator[str]:

@@ -9,48 +9,61 @@ import pytest
 import torch
 
 from benchmarks.decode_graphs import simulate, spread
+from lightrft.config.engines import HF_GRAPHS
 from lightrft.models.lora import add_lora
 from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Request, SamplingParams
-from lightrft.rollout.hf import continuous_batching
+from lightrft.rollout.hf import continuous_batching, kv_cache
 from lightrft.rollout.hf.decode_graph import StepGraphs
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import Decode
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.sampling import sample
-from lightrft.tests.support import runs, tiny
+from lightrft.tests.support import naive_decode, runs, tiny
 from lightrft.tests.support.fake_cuda import fake_cuda, GRAPH, KERNEL, runtime, SYNC
+from lightrft.tests.support.fake_cuda.tensor import CudaTensor, current
 from lightrft.tests.test_fake_cuda import decode, STEPS
 
 no_picture = runs.no_picture
 
 
-def launches(layers, fuses, lora, dtype):
+def one_launch(*args):
+    """Stand for the kernel of ``--fused_decode``."""
+    current().add(KERNEL)
+    return CudaTensor(naive_decode.attend(*(x.data_on_host if isinstance(x, CudaTensor) else x for x in args)))
+
+
+def launches(layers, fuses, lora, dtype, family="qwen2", one_kernel=False):
     """Launches of a decode step without graphs."""
     totals = []
     for tokens in (8, 16):
         with fake_cuda() as ledger:
-            model = tiny.model(num_hidden_layers=layers).to(dtype)
+            model = tiny.model(family, num_hidden_layers=layers).to(dtype)
             model.set_attn_implementation("packed")
             if lora:
                 add_lora(model, 2, 4, 0.0, ["all-linear"])
-            engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20)
+            engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20, one_kernel=one_kernel)
             engine._graphs.enabled, engine.fuses = False, fuses
             engine.generate([Request([5, 6, 7], [1, 2])], SamplingParams(max_new_tokens=tokens))
         totals.append(ledger.total(KERNEL))
     return (totals[1] - totals[0]) / 8
 
 
-@pytest.mark.parametrize("row, fuses, lora, dtype", [("float32", True, False, torch.float32),
-                                                     ("LoRA", True, True, torch.float32),
-                                                     ("bfloat16", True, False, torch.bfloat16),
-                                                     ("float32, not fused", False, False, torch.float32),
-                                                     ("LoRA, not merged", False, True, torch.float32)])
-def test_a_layer_launches_what_the_docs_say(row, fuses, lora, dtype):
+@pytest.mark.parametrize("row, given", [
+    ("float32", (True, False, torch.float32)),
+    ("LoRA", (True, True, torch.float32)),
+    ("bfloat16", (True, False, torch.bfloat16)),
+    ("bfloat16, Qwen3", (True, False, torch.bfloat16, "qwen3")),
+    ("float32, one kernel", (True, False, torch.float32, "qwen2", True)),
+    ("float32, not fused", (False, False, torch.float32)),
+    ("LoRA, not merged", (False, True, torch.float32)),
+])  # yapf: disable
+def test_a_layer_launches_what_the_docs_say(row, given, monkeypatch):
     import peft  # noqa: F401  (what it imports asks the device at import)
+    monkeypatch.setattr(kv_cache, "_kernel", lambda: one_launch)
     page = (Path(__file__).parents[2] / "docs" / "host_syncs.md").read_text(encoding="utf-8")
     said = int(re.search(rf"\| {row} \| (\d+) \|", page)[1])
-    assert launches(2, fuses, lora, dtype) - launches(1, fuses, lora, dtype) == said
+    assert launches(2, *given) - launches(1, *given) == said
 
 
 def test_graphs_draw_the_tokens_of_the_cpu(monkeypatch):
@@ -158,6 +171,51 @@ def test_an_error_of_a_capture_costs_the_graphs_alone(error, again, monkeypatch,
         assert graphs[:2] == [0, 0] and (graphs[2] > 0) == again and not runtime.CAPTURING
     told = capsys.readouterr().err
     assert told.count("a step cannot be captured") == 1 and ("until the engine next wakes" in told) == again
+
+
+def test_a_capture_that_fails_after_good_ones_costs_them_too():
+    """All have one pool. Until the engine wakes every shape runs as it is, then all are captured again."""
+    lacking = [True]
+
+    def step(width):
+        if runtime.CAPTURING and width == 3 and lacking:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.ones(width, device="cuda") * 2
+
+    def totals(graph, widths=(1, 2, 3)):
+        return [graph.run(width, lambda: step(width)).sum().item() for width in widths]
+
+    with fake_cuda() as ledger:
+        graph = StepGraphs(torch.device("cuda"))
+        for _ in range(3):
+            assert totals(graph, (1, 2)) == [2, 4]
+        assert len(graph.graphs) == 2
+        for _ in range(3):
+            assert totals(graph) == [2, 4, 6]
+        assert not graph.graphs and not graph.enabled and graph.lacked_memory and not runtime.CAPTURING
+        before = ledger.total(GRAPH)
+        lacking.clear()
+        graph.retry()
+        assert totals(graph) == totals(graph) == [2, 4, 6]
+        assert len(graph.graphs) == 3 and ledger.total(GRAPH) - before == 6, "shapes that were seen: at once"
+
+
+def test_of_more_shapes_than_graphs_those_used_last_stay():
+    with fake_cuda() as ledger:
+        graph = StepGraphs(torch.device("cuda"))
+
+        def run(width):
+            return graph.run(width, lambda: torch.ones(width, device="cuda") * 2).sum().item()
+
+        for width in [*range(1, HF_GRAPHS + 1), 1] * 2:
+            assert run(width) == 2 * width
+        assert [*graph.graphs] == [*range(2, HF_GRAPHS + 1), 1]
+        for width in (HF_GRAPHS + 1, HF_GRAPHS + 1, 1, 4, HF_GRAPHS + 2, HF_GRAPHS + 2):
+            assert run(width) == 2 * width
+        assert [*graph.graphs] == [*range(5, HF_GRAPHS + 1), HF_GRAPHS + 1, 1, 4, HF_GRAPHS + 2]
+        before = ledger.total(GRAPH)
+        assert run(2) == 4 and ledger.total(GRAPH) == before + 1, "one that went is captured again at once"
+        assert len(graph.graphs) == HF_GRAPHS
 
 
 def test_a_capture_that_fails_keeps_no_tensor_of_its_step():

@@ -15,7 +15,8 @@ HEAVY = ("torch", "transformers", "numpy", "deepspeed", "vllm", "sglang", "matpl
 OPTIONAL = ("deepspeed", "vllm", "sglang", "flash_attn", "liger_kernel", "wandb", "trackio", "torchvision",
             "qwen_vl_utils", "bitsandbytes")
 LATE = ("peft", )  # imported where adapters are made
-KERNELS = ("lightrft.ops.logits_kernels", )  # of CUDA; an option that asks for them needs Triton
+KERNELS = ("lightrft.ops.logits_kernels", "lightrft.rollout.hf.attention_kernel"
+           )  # of CUDA; an option that asks for them needs Triton
 
 
 def run(code):

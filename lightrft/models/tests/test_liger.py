@@ -60,11 +60,11 @@ def test_a_device_is_needed(tmp_path):
 
 @pytest.mark.slow
 def test_real_kernels_compute_what_transformers_computes():
-    """Those of the release that is pinned, in Triton's interpreter; and this library's of log-probs, what float64 does.
-    """
-    files = [f"{FOLDER}/{name}_interpreted.py" for name in ("liger", "head")]
+    """Those of the release that is pinned, in Triton's interpreter; and this library's, of log-probs and of a decode
+    step, what float64 does."""
+    files = [f"{FOLDER}/{name}_interpreted.py" for name in ("liger", "head", "attention")]
     code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", *files, TRITON_INTERPRET="1")
-    assert code == 0 and "18 passed" in said, said[-8000:]
+    assert code == 0 and "28 passed" in said, said[-8000:]
 
 
 def test_a_family_without_kernels_runs_as_it_is(liger, capsys):

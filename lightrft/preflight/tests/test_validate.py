@@ -130,6 +130,7 @@ def test_all_problems_at_once() -> None:
     ("use_tensorboard", "tensorboard", "tensorboard"),
     ("use_liger", "liger_kernel", "-e '.[liger]'"),
     ("fused_logprobs", "triton", "triton"),
+    ("fused_decode", "triton", "triton"),
 ])
 def test_missing_packages(option: str, module: str, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
@@ -147,7 +148,8 @@ def test_kernels_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     monkeypatch.setattr("lightrft.preflight.shared_rules.find_spec", without("nothing"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "need CUDA" in problems(use_liger=True)[0] and "need CUDA" in problems(fused_logprobs=True)[0]
+    for option in ("use_liger", "fused_logprobs", "fused_decode"):
+        assert "need CUDA" in problems(**{option: True})[0]
 
 
 @pytest.mark.parametrize("tree", [Config, SFTConfig])

@@ -78,10 +78,12 @@ class HFEngine:
         modality: of the model; text by default.
         longest: most tokens of a prompt and its response, on which the frequencies of some rotary embeddings depend
             (:mod:`lightrft.models.rope`); 0: those of a call.
+        one_kernel: the attention of a decode step is one kernel in Triton; for CUDA.
     """
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
-                 share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None, longest: int = 0) -> None:
+                 share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None, longest: int = 0,
+                 one_kernel: bool = False) -> None:
         config: Any = hf_model.config
         attention = config.get_text_config()._attn_implementation
         if attention != "packed":
@@ -91,7 +93,7 @@ class HFEngine:
         adapt(self.modality.body(cast(PreTrainedModel, hf_model)))
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_bytes, self.owns_model, self.share = kv_bytes, owns_model, share
-        self.weight_version, self.max_seqs, self.longest = 0, max_seqs, longest
+        self.weight_version, self.max_seqs, self.longest, self.one_kernel = 0, max_seqs, longest, one_kernel
         self._device = next(hf_model.parameters()).device
         self._ready, self._asleep = not owns_model, False
         self._sizes: dict[Tensor, int] = {}  # of the weights that sleep freed, in bytes
@@ -183,7 +185,7 @@ class HFEngine:
         if self._space is None or not self._space.fits(plan, sizes):
             cache = self._cache if self._cache is not None and self._cache.plan == plan else None
             self._forget()  # freed before the new one is allocated
-            self._space = Workspace(cache or KVCache(spec, plan, self._device), sizes)
+            self._space = Workspace(cache or KVCache(spec, plan, self._device), sizes, self.one_kernel)
         return self._space
 
     @property
@@ -280,7 +282,7 @@ def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.devi
     share = World.from_env().local_world_size if device.type == "cpu" else 1
     return HFEngine(model, eos_ids(source, tokenizer), cfg.engine_kv_mib * _MIB, owns_model=sharded, share=share,
                     max_seqs=cfg.engine_max_seqs, modality=actor.modality.of_a_copy() if sharded else actor.modality,
-                    longest=cfg.longest if fixed else 0)
+                    longest=cfg.longest if fixed else 0, one_kernel=cfg.fused_decode)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -101,15 +101,16 @@ class FusedLayer:
                 self.weights[name] = weight
 
     def __call__(self, hidden: Tensor, *, position_embeddings: Rotation, kv_cache: Any, **unused: Any) -> Tensor:
-        """Run a step of T tokens; ``kv_cache`` attends."""
+        """Run a step of T tokens, in place; ``kv_cache`` attends."""
         x, weights = hidden[0], self.weights
         packed = F.linear(self.norm(x), weights["qkv"], weights.get("qkv_bias"))
         packed = packed.view(len(x), self.groups, -1, self.dim)
         self._turn(packed[:, :, :-1], position_embeddings)
         out = kv_cache.attend_packed(*self.asks, packed)
-        x = _added(x, out, weights["out"], self.attention.o_proj.bias)
+        _add(x, out, weights["out"], self.attention.o_proj.bias)
         gate, up = F.linear(self.mlp_norm(x), weights["gate_up"]).chunk(2, -1)
-        return _added(x, self.mlp.act_fn(gate).mul_(up), weights["down"], self.mlp.down_proj.bias)[None]
+        _add(x, self.mlp.act_fn(gate).mul_(up), weights["down"], self.mlp.down_proj.bias)
+        return hidden
 
     def _turn(self, heads: Tensor, rotation: Rotation) -> None:
         """Rotate queries and keys [T, groups, heads, d] in place, with their norms where the family has any."""
@@ -120,9 +121,12 @@ class FusedLayer:
         torch.sum(terms, -2, out=heads.unflatten(-1, (2, -1)))
 
 
-def _added(x: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x + inputs @ weight.T + bias``."""
-    return torch.addmm(x, inputs, weight.t()) if bias is None else x + F.linear(inputs, weight, bias)
+def _add(x: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Add ``inputs @ weight.T + bias`` to ``x``; CUDA would copy ``x`` first if the sum were another tensor."""
+    if bias is None:
+        x.addmm_(inputs, weight.t())
+    else:
+        x += F.linear(inputs, weight, bias)
 
 
 class _Trial:

@@ -6,6 +6,7 @@ The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of t
 ``kv_cache`` keyword of the model: :class:`Prefill` for whole sequences, :class:`Decode` for one token per live row.
 """
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,16 +172,22 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32, out=out)
 
 
+def _kernel() -> Callable[..., Tensor]:
+    """The kernel of ``--fused_decode``; it imports Triton."""
+    from lightrft.rollout.hf.attention_kernel import attend
+    return attend
+
+
 class Decode:
     """Attention of one new token per row over its prompt and its own row.
 
     ``arrange`` is called whenever rows or prompts have changed, ``advance`` before every forward pass. One matrix
     product multiplies all queries of a prompt with its keys, padded to the most samples a prompt has:
-    [prompts * heads, width, dim].
+    [prompts * heads, width, dim]. With ``one_kernel`` a kernel in Triton takes the place of all these products.
     """
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, one_kernel: bool = False) -> None:
+        self.cache, self.one_kernel = cache, one_kernel
         self.columns = torch.arange(max(cache.plan.length, cache.plan.prompt_len), device=cache.device)
         self.least = min(-(-_BLAS // cache.spec.dim), cache.plan.length)
         self._held: dict[tuple[int, ...], list[Tensor]] = {}  # arrays of an arrangement, by its shape
@@ -206,7 +213,7 @@ class Decode:
         to_rows[rows] = index
         to_prompts = np.zeros(self.prompts * len(heads) * width, dtype=np.int64)
         to_prompts[index] = rows[:, None] * len(heads) + heads
-        self._place([to_rows.ravel(), to_prompts, lengths], padded)
+        self._place([to_rows.ravel(), to_prompts, lengths, *([prompt_slots] if self.one_kernel else [])], padded)
         self.shared = self.cache.prompts.views(self.prompts, self.longest)
 
     def _place(self, arrays: list[np.ndarray], stay: bool) -> None:
@@ -216,7 +223,7 @@ class Decode:
         for tensor, values in zip(held, new):
             if tensor is not values:
                 tensor.copy_(values)
-        self.to_rows, self.to_prompts, self.lengths = held[0], held[1], held[2][:, None]
+        self.to_rows, self.to_prompts, self.lengths, self.slots = held[0], held[1], held[2][:, None], held[-1]
 
     def advance(self, newest: Tensor, width: int) -> None:
         """Prepare the next pass, whose tokens have index ``newest`` [live] in their rows, all below ``width``."""
@@ -244,8 +251,10 @@ class Decode:
         """Store the new keys and values, then attend; query heads of one group are rows of a product."""
         spec = self.cache.spec
         self.cache.rows.write(layer, self.index, key, value)
+        query = query[0].transpose(0, 1).reshape(self.live * spec.heads, -1, spec.dim).to(spec.dtype)
+        if self.one_kernel:
+            return self._in_one(layer, query, scaling, window, softcap).view(1, self.live, -1, spec.dim)
         shared_keys, keys = self.shared[layer][0], self.own[layer][0]
-        query = query[0].transpose(0, 1).reshape(len(keys), -1, spec.dim).to(spec.dtype)
         shared = self._ungroup(_product(self._group(query), shared_keys))
         scores = torch.cat([shared, _product(query, keys)], -1).mul_(spec.dim**-0.5 if scaling is None else scaling)
         if softcap is not None:
@@ -258,7 +267,16 @@ class Decode:
         queries, the key and the value, to [live, heads * n * dim]."""
         packed = packed.flatten(0, 1)
         self.cache.rows.write_pairs(layer, self.index, packed[:, -2:])
+        if self.one_kernel:
+            return self._in_one(layer, packed[:, :-2], scaling, window)
         return self._weighted(layer, self._scores(layer, packed[:, :-2], scaling, window)).view(self.live, -1)
+
+    def _in_one(self, layer: int, query: Tensor, scaling: float | None, window: int | None,
+                softcap: float | None = None) -> Tensor:
+        """Attend [live * heads, n, dim] to [live, heads * n * dim] in one kernel."""
+        stores, scale = (self.cache.prompts, self.cache.rows), self.cache.spec.dim**-0.5 if scaling is None else scaling
+        keys_values = (store.data[layer] for store in stores)
+        return _kernel()(query, *keys_values, self.slots, self.lengths, self.newest, scale, window, softcap)
 
     def _scores(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """Scores [live * heads, n, keys] of queries [live * heads, n, dim], with the mask: products write into one

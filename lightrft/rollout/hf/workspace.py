@@ -40,8 +40,8 @@ class Workspace:
     [slots, max_new_tokens] float64 is None where nothing is drawn; ``stop`` [V] bool has the tokens that end.
     """
 
-    def __init__(self, cache: KVCache, sizes: Sizes) -> None:
-        self.cache, self.sizes, self.decode = cache, sizes, Decode(cache)
+    def __init__(self, cache: KVCache, sizes: Sizes, one_kernel: bool = False) -> None:
+        self.cache, self.sizes, self.decode = cache, sizes, Decode(cache, one_kernel)
         device, slots, params = cache.device, cache.plan.slots, sizes.params
         width = params.max_new_tokens
         self.free = upload(torch.tensor([[0], [0], [0], [sizes.samples], [0]]), device)

@@ -8,11 +8,12 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout.hf import kv_cache
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
-from lightrft.tests.support import tiny, weight_sync_ranks as ranks
+from lightrft.tests.support import naive_decode, tiny, weight_sync_ranks as ranks
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.utils import watchdog
@@ -58,6 +59,16 @@ def test_the_sequences_at_once_reach_the_engine(folder):
     assert watchdog._Progress.ticks - before > ranks.PARAMS.max_new_tokens, "the watchdog sees no progress"
     assert few._cache.plan.slots == 3 < many._cache.plan.slots
     assert ranks.equal(*map(ranks.flat, responses)), "responses wait for each other, and are the same"
+
+
+def test_the_kernel_of_a_decode_step_reaches_it(folder, monkeypatch):
+    """Of every layer and step; what stands for it here attends as the products do."""
+    calls = []
+    monkeypatch.setattr(kv_cache, "_kernel", lambda: lambda *args: calls.append(args) or naive_decode.attend(*args))
+    strategy, prepared = prepare(folder)
+    usual, one = engine_of(folder, strategy, prepared), engine_of(folder, strategy, prepared, fused_decode=True)
+    responses = [ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS)) for engine in (usual, one)]
+    assert ranks.equal(*responses) and len(calls) >= 2 * (ranks.PARAMS.max_new_tokens - 1)
 
 
 def test_lora_adapters_take_part_in_place(folder):

@@ -288,6 +288,7 @@ SHOWN: dict[str, str] = {
     **dict.fromkeys(_ENGINE, "lightrft/rollout/tests/test_vllm_start.py::test_options_reach_vllm"),
     "engine_kv_mib": "lightrft/rollout/tests/test_weight_sync.py::test_the_budget_option_reaches_the_engine",
     "engine_count": _V + "test_engine_rules.py::test_a_run_has_as_many_engines_as_it_was_written_for",
+    "fused_decode": "lightrft/rollout/tests/test_weight_sync.py::test_the_kernel_of_a_decode_step_reaches_it",
     "engine_max_seqs": "lightrft/rollout/tests/test_weight_sync.py::test_the_sequences_at_once_reach_the_engine",
     "offload_during_rollout": _T + "test_offloader.py::test_models_are_away_while_the_engine_generates",
     "lora_sync": "lightrft/rollout/tests/test_vllm_adapters.py::test_adapters_alone_after_the_first_sync",
