@@ -57,7 +57,22 @@ name says `recompute`: all. Each prompt of the VL model has one picture of 256 t
 PREDICTED = """## What to expect
 
 Computed for one H200 from counts of launches, bytes and FLOPs, before anything was measured. The figures of one step
-assume 16384 tokens in a micro-batch, of sequences of 2048."""
+assume 16384 tokens in a micro-batch, of sequences of 2048. Those of a rollout assume that every step is the replay of a
+graph, and for spread lengths 1.16 times the replays alone ([launches and graphs](host_syncs.md)).
+
+Two choices wait for the table "Update". Expandable segments become the default if `update-0.5b-expandable` is faster
+than `update-0.5b` or takes less memory. The `hf` engine gives torch's free memory back after every rollout; it will
+keep it if an update after that is slower than others by more than 1 %."""
+BYTES, FLOPS = 4.0e12, 0.6e15  # per second of an H200: 0.83 of its bandwidth, 0.6 of its dense bfloat16
+HEAD = 8192 * 151936  # logits of the largest case of "Log-probs" of the 0.5B model
+HEAD_MS = 1e3 * 4 * 2 * HEAD * 896 / FLOPS  # products: logits twice, gradients of the states and of the weight
+ELEMENTWISE_MS = 54 / 2  # fourteen passes over the logits: 54 ms of a step of 16384 tokens
+ONE_PASS_MS = 1e3 * HEAD * (4 + 4 + 2) / BYTES  # read, read again, the gradient written in bfloat16
+ROWS, WEIGHTS = 256, 0.494e9  # of a rollout; of the 0.5B model
+LAUNCHES_S = (24 * 22 + 20) * 2.5e-6  # of a decode step; a kernel of a graph takes so long even if it computes nothing
+STEP_S = LAUNCHES_S + (2 * WEIGHTS + 10 * 4 * ROWS * 151936) / BYTES  # the weights once, ten passes over the logits
+SPREAD = 0.432 * 1.2 / 1.16  # mean length (1 - exp(-2)) / 2 of the longest; fewer rows, shorter steps; no replays
+SYNC_S = 290 * 60e-6 + (4 + 2) * WEIGHTS / BYTES  # about six launches per weight with its proof; float32 to bfloat16
 # measurement, table, columns that choose the row, column, value
 PREDICTIONS: tuple[tuple[str, str, Row, str, float], ...] = (
     ("update-0.5b", catalog.UPDATE, {"tokens per rank": 16384}, "s", 0.219),
@@ -65,6 +80,12 @@ PREDICTIONS: tuple[tuple[str, str, Row, str, float], ...] = (
     ("update-7b", catalog.UPDATE, {"tokens per rank": 16384}, "MFU", 0.45),
     ("update-7b-recompute", catalog.UPDATE, {"tokens per rank": 16384}, "s", 1.566),
     ("update-7b-recompute", catalog.UPDATE, {"tokens per rank": 16384}, "MFU", 0.32),
+    ("kernels", catalog.LOGPROBS, {"tokens": 8192, "hidden": 896}, "chunked, ms", HEAD_MS + ELEMENTWISE_MS),
+    ("kernels", catalog.LOGPROBS, {"tokens": 8192, "hidden": 896}, "fused, ms", HEAD_MS + ONE_PASS_MS),
+    ("run-hf-0.5b", catalog.ROLLOUT, {"lengths": "256"}, "tokens/s", ROWS / STEP_S),
+    ("run-hf-0.5b", catalog.ROLLOUT, {"lengths": "spread to 256"}, "tokens/s", ROWS / STEP_S * SPREAD),
+    ("run-hf-0.5b-fsdp2", catalog.SYNC, {}, "s", SYNC_S),
+    ("run-hf-0.5b-fsdp2", catalog.SYNC, {}, "plain copy, GB/s", BYTES / 2 / 1e9),
 )
 INTROS = {
     catalog.FACTS: """Differences before the first update, which must be explained by rounding: between two
@@ -107,8 +128,9 @@ def predictions(records: dict[str, Record]) -> list[Row]:
     for name, title, chosen, column, value in PREDICTIONS:
         found = records[name].tables.get(title, []) if name in records else []
         measured = [row.get(column) for row in found if row.items() >= chosen.items()]
+        figure = ", ".join([column, *(f"{key} {word}" for key, word in chosen.items() if isinstance(word, str))])
         rows.append(
-            {"measurement": f"`{name}`", "figure": column, "predicted": value, "measured": (*measured, None)[0]})
+            {"measurement": f"`{name}`", "figure": figure, "predicted": value, "measured": (*measured, None)[0]})
     return rows
 
 
