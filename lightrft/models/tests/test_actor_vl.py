@@ -23,6 +23,7 @@ from lightrft.models.shared_prompts import forward_row
 from lightrft.models.towers import part_of, rope_of_grids
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.hf.fused_layers import FusedCalls
 from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.media_rig import decoded, MediaRig
 from lightrft.types import MediaTensors
@@ -195,12 +196,14 @@ def test_a_drawn_media_token_is_text(rig):
 
 def test_the_engine_generates_what_the_trainer_scores(rig):
     engine = HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality)
+    engine.fuses = True  # as on a GPU; the outer model computes between the calls of its modules: none are fused
     requests = [
         Request(prompt, [10 * i + j for j in range(3)], keys)
         for i, (prompt, keys) in enumerate(zip(rig.prompts, rig.keys))
     ]
     params = SamplingParams(12)
     found = engine.generate(requests, params)
+    assert not isinstance(engine._probed[1], FusedCalls)
     samples = [(request.token_ids, done.token_ids, request.media) for request, some in zip(requests, found)
                for done in some]
     with torch.no_grad():
