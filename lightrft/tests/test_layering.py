@@ -1,5 +1,6 @@
 """The rules of the house: imports point strictly down, files and functions stay short. There are no exceptions."""
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1]
 LAYERS = {
     "utils": 0, "config": 1, "ops": 2, "types": 3, "algorithms": 4, "models": 5, "strategy": 5, "datasets": 5,
-    "rollout": 6, "rewards": 7, "preflight": 8, "trainer": 9, "inference": 10,
-    "cli": 11, "api": 12
+    "rollout": 6, "rewards": 7, "preflight": 8, "trainer": 9, "inference": 10, "cli": 11, "api": 12
 }
 EXCEPTIONS: set[tuple[str, str]] = set()
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "tests" not in path.relative_to(PACKAGE).parts)
@@ -29,6 +29,12 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
+def imports_of(path):
+    """What a file imports; three tests read all files."""
+    return tuple(imported(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def upward(part, names):
     """Names that a module of the package part ``part`` may not import."""
     theirs = [(name, name.split(".")[1]) for name in names if name.startswith("lightrft.")]
@@ -43,7 +49,7 @@ def test_every_part_has_a_layer():
 @pytest.mark.parametrize("part", LAYERS)
 def test_imports_point_down(part):
     found = {(str(path.relative_to(PACKAGE)), name) for path in FILES if part_of(path) == part
-             for name in upward(part, imported(ast.parse(path.read_text(encoding="utf-8"))))}
+             for name in upward(part, imports_of(path))}
     assert found <= EXCEPTIONS, sorted(found)
 
 
@@ -56,10 +62,7 @@ def test_no_file_imports_itself_through_others():
     """Also not inside a package, and not inside functions."""
     modules = {".".join(("lightrft", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
                for path in FILES}  # yapf: disable
-    graph = {
-        name: set(imported(ast.parse(path.read_text(encoding="utf-8")))) & modules.keys() - {name, "lightrft"}
-        for name, path in modules.items()
-    }
+    graph = {name: set(imports_of(path)) & modules.keys() - {name, "lightrft"} for name, path in modules.items()}
     while free := [name for name, needed in graph.items() if not needed & graph.keys()]:
         for name in free:
             del graph[name]
@@ -70,8 +73,7 @@ def test_only_strategy_rollout_the_watchdog_and_the_launcher_talk_to_other_ranks
     using = {
         part_of(path) for path in FILES
         if str(path.relative_to(PACKAGE)) not in ("utils/watchdog.py", "cli/main.py") and any(
-            name == "torch.distributed" or name.startswith("torch.distributed.")
-            for name in imported(ast.parse(path.read_text(encoding="utf-8"))))
+            name == "torch.distributed" or name.startswith("torch.distributed.") for name in imports_of(path))
     }
     assert using <= {"strategy", "rollout"}, using
 
