@@ -133,11 +133,12 @@ def compare(trees: dict[str, Path], home: Path, case: str, pairs: int) -> dict[s
 
 
 def row(case: str, results: dict[str, list[Seconds]]) -> str:
-    """Render a case: microseconds of CPU per token (medians), and their ratio (median, least and most)."""
+    """Render a case: pairs, microseconds of CPU per token (medians), and their ratio (median, least and most)."""
     before, after = ([1e6 * run["cpu_s"] / run["tokens"] for run in results[name]] for name in ("before", "after"))
     ratios = [new / old for old, new in zip(before, after, strict=True)]
-    speeds = f"{statistics.median(before):.1f} | {statistics.median(after):.1f}"
-    return f"| {case} | {speeds} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+    old, new, ratio = map(statistics.median, (before, after, ratios))
+    span = f"({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"| {case} | {len(ratios)} | {old:.1f} | {new:.1f} | {ratio:.2f} {span} |"
 
 
 def main() -> None:
@@ -158,7 +159,7 @@ def main() -> None:
 
 def report(args: argparse.Namespace, trees: dict[str, Path], home: Path) -> None:
     """Measure the cases; print their rows and write their results as they come."""
-    print("| case | before, us / token | after, us / token | ratio |\n|---|---|---|---|", flush=True)
+    print("| case | pairs | before, us / token | after, us / token | ratio |\n|---|---|---|---|---|", flush=True)
     results, runs = peers.machine() | {"old": args.old, "new": args.new}, {}
     for case in args.cases:
         runs[case] = compare(trees, home, case, args.pairs)

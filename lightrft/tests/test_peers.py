@@ -44,6 +44,14 @@ def test_the_page_shows_the_recorded_judges_of_pictures() -> None:
         assert f"| {', '.join(f'{one:.3f}' for one in runs)} |" in page, kind
 
 
+def test_the_page_shows_the_recorded_seconds_of_two_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    found, page = recorded("before_after.json")
+    row = importlib.import_module("before_after").row
+    assert found["runs"] and all(row(case, results) in page for case, results in found["runs"].items())
+    assert found["old"] in page
+
+
 def test_the_page_shows_the_recorded_steps_on_fixed_data() -> None:
     """Twice as many tokens per CPU second as TRL's trainers as they are, in half the memory; the faster settings of its
     SFT are shown."""
