@@ -85,10 +85,8 @@ def _chunk(runs: list[range], count: int, index: int) -> list[range]:
     return [run for run in chunk if run]
 
 
-def _shard_of(runs: list[range], placement: Placement, size: int, index: int) -> list[range]:
+def _shard_of(runs: list[range], placement: Shard | _StridedShard, size: int, index: int) -> list[range]:
     """The indices of ``runs`` that remain on rank ``index`` of ``size``."""
-    if not isinstance(placement, (Shard, _StridedShard)):
-        return runs
     factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
     return [run for k in range(factor) for run in _chunk(_chunk(runs, factor, k), size, index)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -21,7 +21,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.fsdp import FSDPV2Strategy, Placement, shard, WrapPolicy
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.optimizer import create_scheduler, LocalAdamW, OptimSpec
-from lightrft.strategy.sharding import local, own_slice
+from lightrft.strategy.sharding import like, local, own_slice
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support.sharded import full
 from lightrft.tests.support.tiny_lm import placed
@@ -94,6 +94,12 @@ def slices_gathers_and_files(strategy: FSDPV2Strategy, names: list[str], wholes:
                     for pair in collectives.gather_bucket(bucket, strategy.device)]  # yapf: disable
         for name, whole, (other, found) in zip(names, wholes, gathered, strict=True):
             assert name == other and torch.equal(found, whole), f"gathered {name}: {found}"
+    columns = next(tensor for tensor in tensors if tensor.placements == (Shard(1), ))
+    with pytest.raises(ValueError, match=r"a shard of \[8, 1\] does not fit one of \[8, \d\]"):
+        like(torch.zeros(8, 1), columns)  # a scale per row: rows that are cut have none
+    summands = DTensor.from_local(torch.zeros(2), columns.device_mesh, (Partial(), ), run_check=False)
+    with pytest.raises(ValueError, match="not yet summed over its ranks"):
+        own_slice(summands)
     for name, whole, tensor in list(zip(names, wholes, tensors))[::7]:
         assert torch.equal(full(tensor), whole), f"full {name}"
     empty = [DTensor(torch.empty_like(local(t), device="meta"), t._spec, requires_grad=False) for t in tensors]
