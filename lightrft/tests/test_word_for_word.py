@@ -5,15 +5,25 @@
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import yaml
 
-from lightrft.tests.support.word_for_word import words_of, write_pictures, write_texts
+from lightrft.cli.foreign_module import command_of, DEFAULTS
+from lightrft.cli.offline import OFFLINE
+from lightrft.config.cli import parse_config
+from lightrft.config.inference_schema import ChatConfig
+from lightrft.config.schema import Config
+from lightrft.config.tree import flatten
+from lightrft.tests.support.runs import read_lines
+from lightrft.tests.support.warm import warm_environ, warm_python
+from lightrft.tests.support.word_for_word import ON_GPUS, tiny_sizes, without, words_of, write_pictures, write_texts
 
 LISTED = yaml.safe_load((Path(__file__).parent / "support/word_for_word.yaml").read_text(encoding="utf-8"))
 COMMANDS = [(document, name) for document, entries in LISTED.items() for name in entries]
@@ -21,6 +31,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "word_for_word.md"
 if not PAGE.exists():
     pytest.skip("installed without its repository", allow_module_level=True)
 ONE_PROCESS = ("serve_rm", "interactive_chat")
+RUNS = [*product(["OpenRLHF, README"], ["SFT", "reward model", "PPO with the hybrid engine"]),
+        *product(["OpenRLHF, manual"], ["SFT", "SFT with checkpoints", "SFT with ring attention", "DPO",
+                                        "DPO on several machines", "KTO", "process reward model", "distillation"]),
+        *product(["OpenRLHF, examples/scripts"], ["train_knowledge_distillation.sh", "interactive_chat_llama.sh"])
+        ]  # yapf: disable
+TREES = {"train": Config, "chat": ChatConfig}
 NOTICE = re.compile(
     r"^(?:[\d:]+ (?:WARNING: )?|warning: )(--\w+(?:, --\w+)*).*(?:ha(?:s|ve) no effect|is read as|means|its value is|"
     r"is held out)", re.M)
@@ -85,13 +101,15 @@ def split(words):
     return words[at].removesuffix(".py").rpartition(".")[2], words[at + 1:]
 
 
-def without(words, refused):
-    """Leave out the refused flags, and the words of verl."""
-    flag, rest = "", []
-    for word in words:
-        flag = word.partition("=")[0].lstrip("-") if word.startswith("--") or "=" in word else flag
-        rest += [word] if flag not in refused else []
-    return rest
+def section(document):
+    """The part of the page that is about a document."""
+    return PAGE.read_text(encoding="utf-8").split(f"\n## {document}\n")[1].split("\n## ")[0]
+
+
+def with_instead(document, name, words, refused, home, out):
+    """The words of a command with those of the page in place of the refused ones."""
+    replaced = words_of(LISTED[document][name]["instead"], home, out)
+    return [*([] if "--pretrain" in replaced else without(words, refused)), *replaced]
 
 
 @pytest.mark.parametrize("document,name", COMMANDS)
@@ -105,12 +123,88 @@ def test_a_command_of_a_document_has_the_outcome_of_the_page(document, name, hom
     problems = int((re.search(r"(\d+) problems", outcome.text) or ["", "1"])[1])
     assert not outcome.refused or len(outcome.refused) == problems, outcome.text
     row = outcome.row(name, instead)
-    assert row in PAGE.read_text(encoding="utf-8").split(f"\n## {document}\n")[1].split("\n## ")[0], row
+    assert row in section(document), row
     if instead:
-        replaced = words_of(instead, home, tmp_path)
-        rest = [] if "--pretrain" in replaced else without(words, outcome.refused)
-        again = tried(module, [*rest, *replaced])
+        again = tried(module, with_instead(document, name, words, outcome.refused, home, tmp_path))
         assert not again.code, again.text
+
+
+def as_it_runs(document, name, home):
+    """The module and the words of a command for one step on a CPU; it writes below ``out`` of its folder."""
+    out = Path("out")
+    module, words = split(words_of(LISTED[document][name]["command"], home, out))
+    if "instead" in LISTED[document][name]:
+        row = next(line for line in section(document).splitlines() if line.startswith(f"| {name} |"))
+        refused = re.findall(r"`(\w+)`", row.split("; instead ")[0])
+        words = with_instead(document, name, words, refused, home, out)
+    return module, tiny_sizes(command_of(module), words)
+
+
+def effect(command, module, words):
+    """The options of a command but for where it writes and its names in W&B: what it does."""
+    tree = TREES.get(command) or OFFLINE[command].tree
+    config = parse_config(words, tree=tree, defaults=DEFAULTS.get(module)).config
+    elsewhere = re.compile("save_path|ckpt_path|output_path|wandb_.*|use_tensorboard")
+    return command, str({key: value for key, value in flatten(config).items() if not elsewhere.fullmatch(key)})
+
+
+@pytest.fixture(name="environ", scope="module")
+def environ_fixture():
+    """The environment of the programs."""
+    return os.environ | warm_environ() | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(name="ran", scope="module")
+def ran_fixture(tmp_path_factory, environ):
+    """Return a function that runs a command and returns its folder; commands with the same effect share a run."""
+    folders = {}
+
+    def ran(module, words):
+        command = command_of(module)
+        key = effect(command, module, words)
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("ran")
+            done = subprocess.run([warm_python(), "-m", f"lightrft.cli.{module}", *words], cwd=folder, env=environ,
+                                  capture_output=True, text=True, timeout=280, input="2?\nexit\n")
+            assert done.returncode == 0, done.stderr[-3000:]
+            folders[key] = folder
+        return folders[key]
+
+    return ran
+
+
+def check_left(folder):
+    """Check that a command of training has left its model and the line of its step."""
+    [metrics] = folder.rglob("metrics.jsonl")
+    assert any(row["step"] == 1 for row in read_lines(metrics))
+    assert (metrics.parent / "hf" / "model.safetensors").exists()
+
+
+def one_of_each():
+    """The first command of each kind; the others take minutes together."""
+    kinds = set()
+    for document, name in RUNS:
+        module, _ = split(shlex.split(LISTED[document][name]["command"]))
+        kind = command_of(module)
+        yield pytest.param(document, name, marks=[pytest.mark.whole] * (kind in kinds))
+        kinds.add(kind)
+
+
+@pytest.mark.parametrize("document,name", one_of_each())
+def test_a_command_of_a_document_runs(document, name, home, ran, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "")  # reading the words sets it
+    module, words = as_it_runs(document, name, home)
+    folder = ran(module, words)
+    if command_of(module) != "chat":
+        check_left(folder)
+
+
+def test_the_page_names_what_runs_and_what_is_left_out():
+    """Those that merge adapters run where their outcome is tried."""
+    told = PAGE.read_text(encoding="utf-8").split("\n## ")[0]
+    assert {name for _, name in RUNS} == {*re.findall(r"^  - (.+?)[,.]?$", told, re.MULTILINE)}
+    left_out = re.search(r"run without the words that need GPUs or vLLM \((.+?)\)", told, re.DOTALL)
+    assert re.findall(r"`--(\w+)`", left_out[1]) == [*ON_GPUS]
 
 
 def test_the_page_has_no_other_rows():

@@ -2,6 +2,7 @@
 import json
 import re
 import shlex
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ _PATHS = {
 }  # yapf: disable
 PATHS = {name: path for path, names in _PATHS.items() for name in names.split()}
 """Name in a document -> path below the home."""
+ON_GPUS = tuple(
+    """vllm_num_engines vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enable_sleep vllm_sync_backend
+enforce_eager enable_prefix_caching max_num_seqs tp_size rm_engine_tp engine_type engine_tp_size engine_mem_util
+enable_engine_sleep deepspeed_enable_sleep ref_reward_offload""".split())
+"""Words of a command that are left out where it runs, on a CPU and with the engine hf."""
+_TRAIN = "--max_steps 1 --train_batch_size 4 --micro_train_batch_size 2 --report false --no_use_wandb"
+_ENGINE = "--engine_kv_mib 1 --generate_max_len 4"
+_SIZES = {
+    "train": f"{_TRAIN} {_ENGINE} --rollout_batch_size 4 --micro_rollout_batch_size 4 --prompt_max_len 64 "
+    "--max_eval_samples 4",
+    "rm": _TRAIN,
+    "chat": _ENGINE,
+}
 _QUOTED = {r"$'User: {}\nAssistant: '": "'User: {}\nAssistant: '", "{wandb_token}": "TOKEN"}
 _REWARD = """def reward_func(queries, prompts, labels):
     return [float(len(query)) for query in queries]
@@ -59,6 +73,21 @@ def words_of(command: str, home: Path, out: Path) -> list[str]:
     names = sorted(PATHS, key=len, reverse=True)
     found = "|".join(re.escape(name) + r"(?![\w-])" for name in names)
     return shlex.split(re.sub(found, lambda name: str(home / PATHS[name[0]]), command))
+
+
+def tiny_sizes(command: str, words: list[str]) -> list[str]:
+    """The words of ``lightrft COMMAND`` for one step on a CPU: without :data:`ON_GPUS`, with sizes at the end, which
+    replace those before."""
+    return [*without(words, ON_GPUS), *_SIZES.get(command, f"{_TRAIN} --max_len 64").split()]
+
+
+def without(words: Iterable[str], names: Container[str]) -> list[str]:
+    """Leave out the flags ``names`` with their values, and so the words of verl."""
+    name, rest = "", []
+    for word in words:
+        name = word.partition("=")[0].lstrip("-") if word.startswith("--") or "=" in word else name
+        rest += [word] if name not in names else []
+    return rest
 
 
 def _lines(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -86,9 +115,9 @@ def _write_adapters(home: Path) -> None:
 
 def write_texts(home: Path) -> Path:
     """Write models and rows of text, with the columns of the data sets whose place they take."""
-    tiny.save_model(home / "model", max_position_embeddings=1 << 17)
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["ки"])
+    tiny.save_model(home / "model", max_position_embeddings=1 << 17, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(home / "model")
     save_scorer(home / "rm", seed=1, mean=0.5, std=2.0)
     _write_adapters(home)
