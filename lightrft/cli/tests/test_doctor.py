@@ -26,6 +26,7 @@ from lightrft.rollout.engines import largest_hf_cache
 from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
 from lightrft.tests.support.doctor import by_name, config, only
+from lightrft.tests.support.packages import needs_installed_lightrft
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
 SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)
@@ -41,6 +42,7 @@ def planned(**options: Any) -> dict[str, Finding]:
 
 
 # -- the whole of it --------------------------------------------------------------------------------------------------
+@needs_installed_lightrft
 def test_this_machine_and_a_tiny_model(model, capsys):
     code = main(
         ["--json", "--pretrain",

@@ -9,6 +9,7 @@ from lightrft.cli.doctor import asked_extras
 from lightrft.config.engines import ENGINES
 from lightrft.preflight.checks.packages import check_engine, check_import, check_versions, SUMMARY
 from lightrft.tests.support.doctor import by_name, config, only
+from lightrft.tests.support.packages import needs_installed_lightrft
 from lightrft.utils.errors import install_command
 
 
@@ -28,6 +29,7 @@ def packages(tmp_path, monkeypatch):
     return write
 
 
+@needs_installed_lightrft
 def test_broken_packages_are_told_without_a_traceback(packages):
     for name in ("torch", "yaml", "wandb"):
         packages(name, "0.1", code="raise ImportError('its library is broken')")
@@ -71,6 +73,7 @@ def test_an_engine_holds_packages_back_only_where_it_is(packages):
     assert of_tqdm() == [ok, f"warn  {refused}"]
 
 
+@needs_installed_lightrft
 def test_another_project_of_this_name_is_noticed(packages):
     assert by_name(check_versions())["python"].verdict == "ok", "this one is installed"
     packages("lightrft", "0.1.1", "Summary: another project")
@@ -90,6 +93,7 @@ def test_each_package_has_one_line_with_the_command_of_its_extra(packages):
     assert "pip install --no-build-isolation -e '.[flash-attn]'" in install_command("flash-attn")
 
 
+@needs_installed_lightrft
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_missing_engine_comes_with_its_command(name):
     found = by_name(check_versions({name}))[name]

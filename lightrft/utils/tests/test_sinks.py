@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
+from lightrft.tests.support.packages import needs
 from lightrft.utils.sinks import MetricSinks, alias_metrics
 from lightrft.utils.trackers import ACCELERATE
 
@@ -107,6 +108,7 @@ def test_tensorboard_shows_samples_as_text(tmp_path):
     assert event.step == 3 and "prompt:   1+1?" in text and "response: 5" in text and "reward 1" in text
 
 
+@needs("wandb")
 def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -136,6 +138,7 @@ for steps in ([1, 2], [3]):
 """
 
 
+@needs("trackio")
 def test_trackio_local(tmp_path):
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     subprocess.run([sys.executable, "-c", TRACKIO, tmp_path], check=True, timeout=100, capture_output=True,
@@ -171,6 +174,7 @@ except UserError as error:
 """
 
 
+@needs("mlflow")
 def test_mlflow_through_accelerate(tmp_path):
     environment = {
         **os.environ, "MLFLOW_TRACKING_URI": (tmp_path / "mlflow").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"
@@ -180,6 +184,7 @@ def test_mlflow_through_accelerate(tmp_path):
     assert done.stdout.strip() == "n FINISHED 7 0.5 [(1, 0.143), (2, 0.286)]", done.stderr[-2000:]
 
 
+@needs("wandb")
 def test_a_tracker_that_cannot_start_is_an_error_in_words_before_the_first_step(tmp_path, monkeypatch):
     """W&B refuses without a key where nobody can be asked for one."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
