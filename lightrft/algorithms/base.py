@@ -22,7 +22,7 @@ A module's docstring (in a file of several algorithms, a function's) is data as 
 (:func:`lightrft.algorithms.table`).
 """
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
@@ -30,14 +30,13 @@ import torch
 from torch import Tensor
 
 from lightrft.config.foreign_values import ALGORITHMS, SYNONYMS
-from lightrft.config.options import ConfigError
 from lightrft.config.schema import AlgorithmConfig
-from lightrft.config.tree import extend, extended
+from lightrft.config.tree import declare
 from lightrft.ops.returns import discounted_returns
 from lightrft.ops.segment import GroupStats, group_stats, last_token
 from lightrft.types import Experience
-from lightrft.utils.errors import UserError, did_you_mean
-from lightrft.utils.registry import Registry
+from lightrft.utils.errors import UserError
+from lightrft.utils.registry import Chosen, Registry
 
 AdvantageFn = Callable[[Experience, AlgorithmConfig], Tensor]
 PolicyLossFn = Callable[[Tensor, Experience, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
@@ -48,19 +47,8 @@ A = TypeVar("A", bound=Callable[..., Tensor])
 P = TypeVar("P", bound=Callable[..., tuple[Tensor, dict[str, Tensor]]])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """Entry of a registry: the options that it depends on."""
-    reads: tuple[str, ...] | None = None  # options that it shares with others of its kind; None: not declared
-    own: tuple[str, ...] = ()  # options that its file declares
-
-    def ignores(self, option: str) -> bool:
-        """Return True if it declares its options and this is none of them."""
-        return self.reads is not None and option not in self.reads and option not in self.own
-
-
 @dataclass(frozen=True)
-class Advantage(Algorithm):
+class Advantage(Chosen):
     """Registered advantage estimator with the requirements that the trainer must know before it runs."""
     fn: AdvantageFn
     needs_group: bool = False  # refuses n_samples_per_prompt = 1
@@ -73,7 +61,7 @@ class Advantage(Algorithm):
 
 
 @dataclass(frozen=True)
-class Surrogate(Algorithm):
+class Surrogate(Chosen):
     """Registered policy loss with the requirements that the trainer must know before it runs.
 
     ``selects(logprobs [T], exp, cfg, seed) -> bool [T]`` is called before the backward passes of a mini-batch with the
@@ -87,7 +75,7 @@ class Surrogate(Algorithm):
 
 
 @dataclass(frozen=True)
-class Correction(Algorithm):
+class Correction(Chosen):
     """Registered correction; ``low`` and ``high`` are its option defaults (None: it has no bounds).
 
     ``fn`` gets the bounds in use from :func:`correction_bounds`.
@@ -120,7 +108,7 @@ def advantage(*names: str, needs_group: bool = False, needs_critic: bool = False
 
     def add(fn: A) -> A:
         entry = Advantage(fn, needs_group, needs_critic, whitens, needs_greedy, needs_parts, takes_steps=takes_steps,
-                          needs_positive=needs_positive, reads=reads, own=_declare(options, reads))
+                          needs_positive=needs_positive, reads=reads, own=declare(AlgorithmConfig, options, reads))
         ADVANTAGES.register(*names)(entry)
         return fn
 
@@ -133,7 +121,7 @@ def policy_loss(*names: str, needs_old: bool = True, skips_zero: bool = False, s
 
     def add(fn: P) -> P:
         POLICY_LOSSES.register(*names)(Surrogate(fn, needs_old, skips_zero, selects, reads=reads,
-                                                 own=_declare(options, reads)))
+                                                 own=declare(AlgorithmConfig, options, reads)))
         return fn
 
     return add
@@ -145,24 +133,11 @@ def correction(*names: str, low: float | None = None, high: float | None = None,
 
     def add(fn: A) -> A:
         reads: tuple[str, ...] = () if low is None else ("correction_low", "correction_high", "correction_veto")
-        CORRECTIONS.register(*names)(Correction(fn, low, high, masks, reads=reads, own=_declare(options, reads)))
+        CORRECTIONS.register(*names)(Correction(fn, low, high, masks, reads=reads,
+                                                own=declare(AlgorithmConfig, options, reads)))
         return fn
 
     return add
-
-
-def _declare(options: type[AlgorithmConfig] | None, reads: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Add the options of an algorithm to the algorithm group, and return their names.
-
-    Raises:
-        ConfigError: one of them is no complete option, or ``reads`` names none.
-    """
-    own = extend(AlgorithmConfig, options) if options else ()
-    known = [spec.name for spec in fields(extended(AlgorithmConfig))]
-    for name in reads or ():
-        if name not in known:
-            raise ConfigError(f"reads={reads}: there is no algorithm option {name}{did_you_mean(name, known)}")
-    return own
 
 
 def correction_bounds(cfg: AlgorithmConfig) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from lightrft.preflight.checks.packages import check_engine, check_import, check
 from lightrft.preflight.checks.run_plan import check_disk, check_memory, check_model
 from lightrft.preflight.cost import count_parameters, is_gated
 from lightrft.preflight.hardware import devices, Machine
+from lightrft.strategy.optimizers import OPTIMIZERS
 
 PROG = "lightrft doctor"
 
@@ -87,7 +88,7 @@ def _config(flags: list[str], plan_gpus: str) -> Config:
 def asked_extras(config: Config) -> set[str]:
     """Collect the extras that these options need."""
     flags = {"wandb": config.log.use_wandb, "trackio": config.log.use_trackio, "liger": bool(config.model.use_liger),
-             "bitsandbytes": config.train.eight_bit}  # yapf: disable
+             "bitsandbytes": bool(OPTIMIZERS.get(config.train.optim).coded)}  # yapf: disable
     return {extra for extra, asked in flags.items() if asked} | {config.rollout.engine_type, config.strategy.strategy}
 
 

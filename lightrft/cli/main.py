@@ -10,7 +10,7 @@ from lightrft import __version__
 from lightrft.cli.command_line import check_command
 from lightrft.cli.foreign_commands import unknown_command
 from lightrft.cli.offline import OFFLINE
-from lightrft.utils.launcher import threads_per_rank
+from lightrft.utils.launcher import share_cores
 
 COMMANDS = {
     "train": ("lightrft.cli.train", "reinforcement fine-tuning"),
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     module = COMMANDS[name][0]
     if not ranks or {"-h", "--help"}.intersection(words):
         return import_module(module).main(words)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(int(ranks))))
+    share_cores(int(ranks), os.environ)
     if "--dry_run" in words:
         with as_first_of(ranks):
             return import_module(module).main(words)

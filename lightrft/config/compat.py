@@ -51,7 +51,7 @@ _UNDIVIDED = ("training divides the parameters of all layers, not single layers,
               "fsdp, or deepspeed with --zero_stage 3")
 _ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
 _PREFIXES = "vLLM and SGLang keep the prefixes that prompts share"
-_MUON = "the optimizer is AdamW, --optim adamw or adamw_8bit; drop the flag"
+_MUON = "the optimizer is --optim adamw, adamw_8bit or sgd; drop the flag"
 _STUDENT = "distillation on the student's own answers is reinforcement learning: lightrft train with --teacher_model"
 
 # flag -> the fact that it asks for, which always holds

@@ -150,6 +150,11 @@ _REFUSED: dict[str, dict[str, str]] = {
     "loss": {"liger": "--use_liger; a loss is always fused with the head"} | dict.fromkeys(
         ("sigmoid_norm", "bco_pair", "nca_pair", "discopop", "rso"), _ABSENT),
     "engine_type": {"trtllm": "--engine_type vllm or sglang"},
+    "optim": {
+        "muon": "an update needs whole matrices, which no strategy gathers yet; --optim adamw, adamw_8bit or sgd",
+        "adafactor": "its moments are no tensors of the parameter's shape; --optim adamw_8bit saves memory",
+    } | dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "--optim adamw")
+      | dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "--optim adamw_8bit"),
     "kl_estimator": {"abs": "it has no counterpart; --kl_estimator k1, or k3, which is never negative"},
     "overlong_prompt": dict.fromkeys(
         ("left", "right", "middle"), "prompts are never cut; filter drops and counts them"),

@@ -95,7 +95,7 @@ _REASONS: dict[str, str] = {
     "ref_model_mixup_alpha ref_model_sync_steps",
     "Adam's epsilon is 1e-8":
     "adam_epsilon",
-    "the optimizer is AdamW: --optim adamw or adamw_8bit":
+    "the optimizer is --optim adamw, adamw_8bit, sgd or one of a --plugin, with options of its own":
     "adafactor optim_args optim_target_modules",
     "losses count the tokens of all ranks":
     "average_tokens_across_devices",

@@ -14,7 +14,7 @@ from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig
 from lightrft.config.reward_schema import AccuracyConfig, RewardConfig
 from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, LogprobModelConfig, OptimConfig, SinkConfig,
                                            StrategyConfig, Tree)
-from lightrft.config.tree import group
+from lightrft.config.tree import extended_in, group
 
 
 @dataclass
@@ -112,6 +112,7 @@ class DataConfig(PromptDataConfig, HeldOutConfig):
     shuffle: bool = option(True, "draw prompts in a new seeded order in each episode")
 
 
+@extended_in("algorithms")
 @dataclass
 class AlgorithmConfig:
     """Advantage, loss and regularisation."""
@@ -332,7 +333,7 @@ class Config(Tree):
     rollout: RolloutConfig = group(RolloutConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)
-    algorithm: AlgorithmConfig = group(AlgorithmConfig, extended_in="algorithms")
+    algorithm: AlgorithmConfig = group(AlgorithmConfig)
     train: TrainConfig = group(TrainConfig)
     ptx: PtxConfig = group(PtxConfig)
     eval: EvalConfig = group(EvalConfig, free=True)

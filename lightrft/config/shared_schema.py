@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lightrft.config.openrlhf_words import OPENRLHF
 from lightrft.config.options import COUNT, NON_NEGATIVE, POSITIVE, SHARE, option
-from lightrft.config.tree import flatten, group_from_args, options
+from lightrft.config.tree import extended_in, flatten, group_from_args, options
 from lightrft.utils.lightrft_names import answers_names
 
 _WATCHDOG_FIRST_S = 10  # more than the watchdog waits on a rank that is in a collective
@@ -123,6 +123,7 @@ class StrategyConfig(LaunchConfig):
         return group_from_args(cls, args)
 
 
+@extended_in("strategy/optimizers")
 @dataclass
 class OptimConfig:
     """The optimizer and its batches."""
@@ -142,21 +143,15 @@ class OptimConfig:
     lr_min_ratio: float = option(0.1, "floor of the cosine schedule, as a share of the peak", within=SHARE,
                                  needs="lr_scheduler cosine_with_min_lr")
     optim: str = option(
-        "adamw",
-        "adamw_8bit: store Adam's moments in 8 bits, in blocks within the rows of matrices (needs the bitsandbytes "
-        "extra); vectors, and rows that are not a multiple of 64, stay float32", ("adamw", "adamw_8bit"),
-        read_by=("fsdp", "single"))
+        "adamw", "optimizer: adamw, adamw_8bit, sgd, or the name that a --plugin registers. adamw_8bit stores Adam's "
+        "moments in 8 bits, in blocks within the rows of matrices (needs the bitsandbytes extra); vectors, and rows "
+        "that are not a multiple of 64, stay float32")
     adam_betas: list[float] = option([0.9, 0.95], "Adam's betas", within="[0, 1)")
     l2: float = option(0.0, "weight decay (norms and biases are excluded)", within=NON_NEGATIVE)
     max_norm: float = option(1.0, "clip the global gradient norm at this; 0 is off", within=NON_NEGATIVE)
     max_bad_steps: int = option(3, "stop after this many optimizer steps in a row with a non-finite loss or gradient",
                                 within=COUNT, free=True)
     seed: int = option(42, "random seed", within="[0, 4294967295]", card="seed")
-
-    @property
-    def eight_bit(self) -> bool:
-        """True if Adam's moments rest in 8 bits."""
-        return self.optim == "adamw_8bit"
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Option trees: dataclasses of groups, each a dataclass of options, and what plugins and algorithms add to a group."""
 import argparse
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -20,16 +20,20 @@ _EXTENSIONS: dict[type, dict[str, type]] = {}  # group -> name of the extension 
 _FOLDERS: dict[type, str] = {}  # group -> folder whose files extend it
 
 
-def group(cls: type, free: bool = False, extended_in: str = "") -> Any:
-    """Declare a group of a tree.
-
-    Args:
-        free: a resumed run may change all of its options.
-        extended_in: a folder of the package whose files may declare further options of the group, see :func:`extend`.
-    """
-    if extended_in:
-        _FOLDERS[cls] = extended_in
+def group(cls: type, free: bool = False) -> Any:
+    """Declare a group of a tree; a resumed run may change all options of a ``free`` one."""
     return field(default_factory=lambda: extended(cls)(), metadata={"free": free})
+
+
+def extended_in(folder: str) -> Callable[[type[G]], type[G]]:
+    """Let the files of a folder of the package declare further options of the decorated group (see :func:`extend`), and
+    of the groups derived from it."""
+
+    def add(cls: type[G]) -> type[G]:
+        _FOLDERS[cls] = folder
+        return cls
+
+    return add
 
 
 def _option(group: str, owner: str, spec: Field, annotation: Any, free: bool) -> Option:
@@ -140,6 +144,20 @@ def extend(group: type, extension: Any) -> tuple[str, ...]:
     return tuple(spec.name for spec in own)
 
 
+def declare(group: type, extension: Any, reads: Iterable[str] | None) -> tuple[str, ...]:
+    """Add the options of an entry of a registry to a group, and return their names; none for an ``extension`` of None.
+
+    Raises:
+        ConfigError: one of them is no complete option, or ``reads`` names an option that the group does not have.
+    """
+    own = extend(group, extension) if extension else ()
+    known = [spec.name for spec in fields(extended(group))]
+    for name in reads or ():
+        if name not in known:
+            raise ConfigError(f"reads={reads}: {group.__name__} has no option {name}{did_you_mean(name, known)}")
+    return own
+
+
 def _line_problem(spec: Field, annotation: Any, rival: str) -> str:
     """Name the problem of a line of an extension, or return an empty string; ``rival`` has the same name."""
     if rival or spec.name in RESERVED or spec.name in ALIASES:
@@ -156,34 +174,46 @@ def _line_problem(spec: Field, annotation: Any, rival: str) -> str:
 
 
 def extended(group: type) -> type:
-    """Return ``group``, or a dataclass derived from it that has the options of its extensions too."""
-    if group in _FOLDERS:
-        _read_folder(group, PACKAGE / _FOLDERS[group])
-    extensions = _EXTENSIONS.get(group)
-    return _combined((*reversed(extensions.values()), group)) if extensions else group
+    """Return ``group``, or a dataclass derived from it that has the options of its extensions too, and of those of the
+    classes that it is derived from.
+
+    Raises:
+        ConfigError: ``group`` itself has an option of the name of such an inherited one.
+    """
+    for base in filter(_FOLDERS.__contains__, group.__mro__):
+        _read_folder(base, PACKAGE, _FOLDERS[base])
+    own = tuple(reversed(_EXTENSIONS.get(group, {}).values()))
+    inherited = tuple(cls for base in group.__mro__[1:] for cls in reversed(_EXTENSIONS.get(base, {}).values()))
+    return _combined(group, own, inherited) if own or inherited else group
 
 
 @cache
-def _read_folder(group: type, folder: Path) -> None:
-    """Extend ``group`` by the dataclasses that the files of a folder derive from it.
+def _read_folder(group: type, package: Path, folder: str) -> None:
+    """Extend ``group`` by the dataclasses that the files of a folder of the ``package`` derive from it.
 
     Only these classes are executed. An import of the files would load torch, which ``--help`` does not wait for.
     """
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted((package / folder).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         for node in ast.parse(text).body if f"({group.__name__}):" in text else ():
             if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == [group.__name__]:
-                module = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts)
+                module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
                 names = vars(declaration) | {"__name__": module, group.__name__: group}
                 exec(compile(ast.Module([node], []), path, "exec"), names)
                 extend(group, names[node.name])
 
 
 @cache
-def _combined(bases: tuple[type, ...]) -> type:
-    group = bases[-1]
-    return make_dataclass(group.__name__, [], bases=bases,
+def _combined(group: type, own: tuple[type, ...], inherited: tuple[type, ...]) -> type:
+    made = make_dataclass(group.__name__, [], bases=(*own, group, *inherited),
                           namespace={"__module__": group.__module__, "__doc__": group.__doc__})
+    specs = {spec.name: spec for spec in fields(made)}
+    for cls in inherited:
+        for spec in fields(cls):
+            if _owner(cls, spec) == _title(cls) and specs[spec.name] is not spec:
+                raise ConfigError(f"--{spec.name} is declared twice, by {_owner(made, specs[spec.name])} and "
+                                  f"{_title(cls)}; rename one of them")
+    return made
 
 
 def build(tree: type, values: dict[str, Any]) -> Any:

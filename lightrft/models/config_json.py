@@ -123,7 +123,12 @@ def check_context(path: str | None, **lens: int) -> None:
         ValueError: naming the lengths, the context and the remedy; also an unusable path.
     """
     path = required(path, "--pretrain")
-    context, total = context_of(path), sum(lens.values())
+    check_positions(path, context_of(path), lens)
+
+
+def check_positions(path: str, context: int, lens: dict[str, int]) -> None:
+    """Refuse lengths that add up to more than ``context`` tokens, as :func:`check_context` does; 0: it is unknown."""
+    total = sum(lens.values())
     if context and total > context:
         options = [f"--{name} {value}" for name, value in lens.items()]
         are = f"{' + '.join(options)} = {total} tokens are" if len(lens) > 1 else f"{options[0]} is"

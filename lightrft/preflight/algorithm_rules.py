@@ -3,14 +3,12 @@ from collections.abc import Iterator
 
 from lightrft.algorithms import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from lightrft.algorithms.base import REGISTRIES, Advantage, Correction
-from lightrft.config.foreign_values import nearest_value
 from lightrft.config.layers import changed
 from lightrft.config.options import show
 from lightrft.config.schema import AlgorithmConfig, Config
 from lightrft.preflight.cost import known_kinds
-from lightrft.preflight.shared_rules import if_set, unread
+from lightrft.preflight.shared_rules import chosen_problems, if_set, unread
 from lightrft.rewards.spec import parse_models
-from lightrft.utils.registry import Registry
 
 
 def trains_critic(c: Config) -> bool:
@@ -22,7 +20,7 @@ def algorithm_problems(c: Config) -> Iterator[str]:
     """Yield every problem with the algorithm options."""
     yield from _options(c)
     for flag, registry in REGISTRIES.items():
-        yield from _choice(c, flag, registry)
+        yield from chosen_problems(c, flag, registry)
     estimator, correction = c.algorithm.advantage_estimator, c.algorithm.rollout_correction
     if estimator in ADVANTAGES:
         yield from _estimator(c, estimator, ADVANTAGES.get(estimator))
@@ -136,22 +134,6 @@ def _pass_k(k: int, samples: int) -> Iterator[str]:
     if k > samples > 1:
         yield (f"--pass_k {k}: --n_samples_per_prompt gives {samples} responses to choose from; nearest valid value: "
                f"{samples}, or --n_samples_per_prompt {k}")
-
-
-def _choice(c: Config, flag: str, registry: Registry) -> Iterator[str]:
-    """Yield the problem of an unknown algorithm, or options that others of its kind read and it does not."""
-    chosen, entries = vars(c.algorithm)[flag], {name: registry.get(name) for name in registry}
-    if chosen not in entries:
-        yield f"--{flag} {chosen}: unknown{nearest_value(flag, chosen, entries)}; known: {', '.join(sorted(entries))}"
-        return
-    readers: dict[str, list[str]] = {}
-    for algorithm, entry in sorted(entries.items()):
-        for name in (*(entry.reads or ()), *entry.own):
-            readers.setdefault(name, []).append(algorithm)
-    for name, value in changed(c, readers):
-        if entries[chosen].ignores(name):
-            yield (f"--{name} {show(value)}: {chosen} does not use it; drop it, or use --{flag} "
-                   f"{' or '.join(readers[name])}")
 
 
 def _estimator(c: Config, estimator: str, entry: Advantage) -> Iterator[str]:

@@ -16,8 +16,9 @@ from lightrft.preflight.hardware import Device
 from lightrft.preflight.overhead import overhead
 from lightrft.rewards.spec import parse_models
 from lightrft.rollout.engines import ByPhase, PHASES
-from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, moment_width, reduced_gradients,
-                                      secondary_share, shares, STEP_BYTES, whole_gradients)
+from lightrft.strategy.optimizers import OPTIMIZERS
+from lightrft.strategy.memory import (frozen_width, gathered_weights, ModelSize, reduced_gradients, secondary_share,
+                                      shares, STEP_BYTES, whole_gradients)
 
 BACKWARD = PHASES.index("backward")
 SENT = "gradients sent to other ranks"
@@ -58,9 +59,10 @@ def _trainer(plan: Preflight, world_size: int, size: ModelSize, device: Device) 
     frozen = frozen_width(s, world_size, bool(m.bf16)) / 4 if copied_once else 1
     weights *= trained + (models - trained) * frozen
     weights += 4 * secondary_share(s, world_size) * size.total * models
-    in_parts, width = s.adam_offload or config.train.eight_bit, "8 bits" if config.train.eight_bit else "float32"
-    adam, stepping = 2 * moments * trained, 2 * min(moments * trained, STEP_BYTES) * in_parts
-    adam *= not s.adam_offload and moment_width(config.train.eight_bit) / 4
+    optimizer, moments = OPTIMIZERS.get(config.train.optim), moments * trained
+    state = moments / 4 * optimizer.state_bytes(config.train) * (not s.adam_offload)
+    in_parts = len(optimizer.moments(config.train)) * (s.adam_offload or bool(optimizer.coded))
+    stepping = min(moments, STEP_BYTES) * in_parts
     chunk = m.chunk_mib(device.total if device.cuda else 0) * MIB * plan.has_logits
     copies = gathered_weights(s, world_size, size, bool(m.bf16), bool(m.gradient_checkpointing))
     computing, updating = (copied * (trained if copied_once else 1) for copied in copies)  # one model gathers
@@ -73,7 +75,7 @@ def _trainer(plan: Preflight, world_size: int, size: ModelSize, device: Device) 
         "gradients, float32": (0, 0, *(gradients * most, ) * 2),  # the two models step one after the other
         "gradients not yet sharded": (0, 0, whole, 0),
         SENT: (0, 0, reduced, 0),
-        f"Adam state, {width}": (adam, adam, adam, adam + stepping),
+        f"optimizer state, {'8 bits' if optimizer.coded else 'float32'}": (state, state, state, state + stepping),
         "weights gathered or cast": (resting, computing, updating, resting),
         "logits of one chunk": (0, chunk, chunk, 0),
     }  # yapf: disable

@@ -64,32 +64,37 @@ def chosen_by_machine(config: Tree) -> dict[str, bool | str]:
     return {name: vars(config.model)[name] for name in (*BY_MACHINE, RECOMPUTED) if name in vars(config.model)}
 
 
-def check_lengths(config: Tree, provenance: dict[str, str], refuses: bool = True) -> None:
-    """Compare the lengths of a run with the positions of its model, if that is in a folder of this machine: lower the
-    limits of rows (:func:`limit_rows`), and refuse prompts and responses that would have no positions.
+def known_positions(config: Tree) -> int:
+    """Read the positions of the model of a run, if that is in a folder of this machine.
 
-    Args:
-        refuses: False leaves prompts and responses as they are.
+    Returns:
+        0 if they are unknown: several models, or one that is not here, are compared when they are opened, and a
+        config.json that cannot be read is refused where the model is loaded.
     """
-    path, values = getattr(config.model, "pretrain", None), flatten(config)
+    path = getattr(config.model, "pretrain", None)
     if not isinstance(path, str) or not (Path(path).expanduser() / "config.json").is_file():
-        return  # several models, or one that is not here: each is compared when it is opened
-    from lightrft.models.config_json import check_context
+        return 0
+    from lightrft.models.config_json import context_of
     try:
-        limit_rows(config, provenance)
-    except UserError:  # raised again where the model is loaded
-        return
-    if refuses and "generate_max_len" in config.LENGTHS and getattr(config, "generates", True):
-        check_context(path, **{name: values[name] for name in config.LENGTHS})
+        return context_of(path)
+    except UserError:
+        return 0
 
 
-def limit_rows(config: Tree, provenance: dict[str, str]) -> None:
-    """Lower the limits of rows to the positions of the model, with a notice; longer rows follow ``--overlong_prompt``.
+def refuse_lengths(config: Tree, positions: int) -> None:
+    """Refuse prompts and responses that are longer together than the ``positions`` of the model; 0: unknown."""
+    if "generate_max_len" in config.LENGTHS and getattr(config, "generates", True):
+        from lightrft.models.config_json import check_positions
+        values = flatten(config)
+        check_positions(str(config.model.pretrain), positions, {name: values[name] for name in config.LENGTHS})
+
+
+def limit_rows(config: Tree, provenance: dict[str, str], positions: int) -> None:
+    """Lower the limits of rows to the ``positions`` of the model, with a notice; longer rows follow
+    ``--overlong_prompt``.
 
     A row shows its length before it is trained, so a limit beyond the model does no harm. A response does not.
     """
-    from lightrft.models.config_json import context_of
-    positions = context_of(str(config.model.pretrain))
     for options, name in ((vars(vars(config)[group]), name) for group in groups(type(config))
                           for name in config.ROW_LIMITS):
         if positions and options.get(name) and options[name] > positions:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.foreign_values import nearest_value
 from lightrft.config.layers import changed
 from lightrft.config.options import Option, show
 from lightrft.config.offline_schema import OfflineConfig, OfflineDataConfig
@@ -17,7 +18,9 @@ from lightrft.config.tree import flatten, options
 from lightrft.preflight.batches import nearest_divisors
 from lightrft.preflight.written import written_problems
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
+from lightrft.strategy.optimizers import OPTIMIZERS
 from lightrft.utils.errors import did_you_mean, install_command
+from lightrft.utils.registry import Registry
 from lightrft.utils.trackers import tracker_refusal, wandb_problem
 
 # what commands of other trainers always set, whether it is read or not
@@ -46,7 +49,7 @@ def training_problems(c: Tree, world_size: int, cuda: bool) -> Iterator[str]:
     yield from _head(flatten(c))
     yield from _policy(c.model, cuda)
     yield from _strategy(c, world_size)
-    yield from _optimizer(c.train)
+    yield from _optimizer(c, world_size)
     yield from _checkpoint(c)
     yield from _best_metric(c)
     yield from _packages(c.log)
@@ -177,14 +180,35 @@ def probabilities(name: str, probs: list[float], sources: int) -> Iterator[str]:
         yield f"--{name}_probs {probs}: must add up to 1, not {sum(probs):.6g}; nearest valid value: {nearest}"
 
 
-def _optimizer(t: OptimConfig) -> Iterator[str]:
+def chosen_problems(c: Tree, flag: str, registry: Registry[Any]) -> Iterator[str]:
+    """Yield the problem of an unknown entry of a registry, or options that others of its kind read and it does not."""
+    chosen, entries = flatten(c)[flag], {name: registry.get(name) for name in registry}
+    if chosen not in entries:
+        yield f"--{flag} {chosen}: unknown{nearest_value(flag, chosen, entries)}; known: {', '.join(sorted(entries))}"
+        return
+    readers: dict[str, list[str]] = {}
+    for entry, facts in sorted(entries.items()):
+        for name in (*(facts.reads or ()), *facts.own):
+            readers.setdefault(name, []).append(entry)
+    for name, value in changed(c, readers):
+        if entries[chosen].ignores(name):
+            yield (f"--{name} {show(value)}: {chosen} does not use it; drop it, or use --{flag} "
+                   f"{' or '.join(readers[name])}")
+
+
+def _optimizer(c: Tree, world_size: int) -> Iterator[str]:
+    t, strategy = c.train, c.strategy.resolved(world_size)
     if len(t.adam_betas) != 2:
         yield f"--adam_betas {t.adam_betas}: needs two values; nearest valid value: 0.9 0.95"
+    yield from chosen_problems(c, "optim", OPTIMIZERS)
+    if t.optim in OPTIMIZERS:
+        refusal = OPTIMIZERS.get(t.optim).refusal(t.optim, strategy, c.strategy.zero_stage)
+        yield from [refusal] if refusal else []
 
 
 def missing_optimizer(t: OptimConfig) -> Iterator[str]:
     """Yield the problem of an optimizer whose package is not installed here."""
-    if t.eight_bit:
+    if t.optim in OPTIMIZERS and OPTIMIZERS.get(t.optim).coded:
         yield from _package(f"optim {t.optim}", "bitsandbytes", "bitsandbytes")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.mesh import Mesh
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, clip, load, set_schedule_step, squared_norm
+from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, clip, load, set_schedule_step, squared_norm
+from lightrft.strategy.optimizers import OPTIMIZERS
 from lightrft.strategy.sharding import count_shards, like, local, own_slice, ParamSlice
+from lightrft.utils.errors import UserError
 from lightrft.utils.lightrft_names import answers_names
 
 ADAPTER_BUCKET_BYTES = 64 << 20
@@ -78,9 +80,9 @@ def named_in(model: nn.Module, names: Collection[str] | None) -> Iterator[tuple[
     return ((name, param) for name, param in model.named_parameters() if names is None or name in names)
 
 
-def trained(prepared: Prepared) -> LocalAdamW:
+def trained(prepared: Prepared) -> LocalOptimizer:
     """The optimizer of ``prepared``; an error when it was prepared without one."""
-    if not isinstance(prepared.optimizer, LocalAdamW):
+    if not isinstance(prepared.optimizer, LocalOptimizer):
         raise ValueError("this model was prepared without an OptimSpec, so it cannot be trained")
     return prepared.optimizer
 
@@ -89,9 +91,10 @@ def trained(prepared: Prepared) -> LocalAdamW:
 class StrategyBase(ABC):
     """Process group, placement, gradients, collectives and state of models.
 
-    The optimizer of every strategy is :class:`LocalAdamW`. Subclasses place models, reduce gradients and gather
+    The optimizer of every strategy is :class:`LocalOptimizer`. Subclasses place models, reduce gradients and gather
     tensors. With ``bf16`` forward passes compute in bfloat16; weights, gradients' sums and moments stay float32.
     """
+    name: ClassVar[str] = "single"  # as --strategy has it
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -126,16 +129,23 @@ class StrategyBase(ABC):
         return default_dtype(torch.float32)
 
     def prepare(self, model: nn.Module | Builder, optim: OptimSpec | None = None, shard_size: int = 0) -> Prepared:
-        """Place (shard) ``model``; with ``optim`` also build AdamW over its trainable parameters and the schedule.
+        """Place (shard) ``model``; with ``optim`` also build the optimizer of its trained parameters and the schedule.
 
         Args:
             model: a model, or what builds one. Its weights may be on the meta device, if it reads them
                 (:class:`~lightrft.strategy.materialize.ReadsWeights`).
             shard_size: ranks that share one copy, where the strategy shards; 0: its own choice.
+
+        Raises:
+            UserError: the optimizer is unknown, or this strategy cannot train with it.
         """
         if not isinstance(model, nn.Module):
             with self.init_model_context():
                 model = model()
+        if optim is not None:
+            name = optim.options.optim
+            if refusal := OPTIMIZERS.get(name).refusal(name, self.name, self.cfg.zero_stage):
+                raise UserError(refusal)
         return self._prepare(model, optim, shard_size)
 
     @abstractmethod

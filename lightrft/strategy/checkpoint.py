@@ -4,7 +4,7 @@
         tensors/      torch.distributed.checkpoint: models and optimizers under the parameters' names
         global.pt     state that the trainer keeps once
         rank_00000.pt ... state that every rank keeps (random states, positions)
-        COMPLETE.json step, world size, metrics, size (and for small files CRC) of every file; written last
+        COMPLETE.json step, world size, metrics, optimizers, size (and for small files CRC) of every file; written last
 
 A checkpoint is written as ``.step_000010.tmp`` and renamed when it is complete; older ones are removed only after
 that. All ranks must see the same folder.
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared, StrategyBase, trained
 from lightrft.strategy.checkpoint_folders import (back_up, complete, fresh, marker, newest, remove, room, rotate,
                                                   step_name, temporary_name, unusable, write)
 from lightrft.strategy.plain_pickle import load_state, PlainReader
@@ -73,8 +73,9 @@ class CheckpointManager:
         blobs = {f"rank_{self.strategy.rank:05d}.pt": _to_bytes(rank_state)}
         if self.strategy.is_main:
             blobs["global.pt"] = _to_bytes(global_state)
-        self._thread = threading.Thread(target=self._write, args=(step, tensors, blobs, dict(metrics)), daemon=True,
-                                        name="checkpoint")
+        info = {"step": step, "world_size": self.strategy.world_size, "metrics": dict(metrics),
+                "optimizers": _optimizers(prepared)}  # yapf: disable
+        self._thread = threading.Thread(target=self._write, args=(info, tensors, blobs), daemon=True, name="checkpoint")
         self._thread.start()
         return True if self.asynchronous else self.wait()
 
@@ -91,18 +92,17 @@ class CheckpointManager:
             for key, value in self.strategy.state_dict(one).items()
         }
 
-    def _write(self, step: int, tensors: dict[str, Any], blobs: dict[str, bytes], metrics: dict[str, float]) -> None:
+    def _write(self, info: dict[str, Any], tensors: dict[str, Any], blobs: dict[str, bytes]) -> None:
         """Run the phases; after each, all ranks agree on whether to continue (a rank must not fail alone inside a
         collective)."""
         if self.strategy.device.type == "cuda":  # a new thread is on GPU 0, where every rank would open a context
             torch.cuda.set_device(self.strategy.device)
         self._succeeded = False
-        temporary = self.folder / temporary_name(step)
-        self._succeeded = (
-            self._phase(lambda: fresh(temporary) if self.strategy.is_main else None)
-            and self._phase(lambda: self._write_blobs(temporary, blobs))
-            and self._phase(lambda: self._write_tensors(temporary / "tensors", tensors))
-            and self._phase(lambda: self._finish(step, temporary, metrics) if self.strategy.is_main else None))
+        temporary = self.folder / temporary_name(info["step"])
+        self._succeeded = (self._phase(lambda: fresh(temporary) if self.strategy.is_main else None)
+                           and self._phase(lambda: self._write_blobs(temporary, blobs))
+                           and self._phase(lambda: self._write_tensors(temporary / "tensors", tensors))
+                           and self._phase(lambda: self._finish(temporary, info) if self.strategy.is_main else None))
         if not self._succeeded:
             self.failures += 1
             if self.strategy.is_main:
@@ -139,15 +139,14 @@ class CheckpointManager:
         dcp.save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), process_group=self.group,
                  no_dist=self.group is None)
 
-    def _finish(self, step: int, temporary: Path, metrics: dict[str, float]) -> None:
-        complete(temporary, self.folder / step_name(step),
-                 {"step": step, "world_size": self.strategy.world_size, "metrics": metrics})
+    def _finish(self, temporary: Path, info: dict[str, Any]) -> None:
+        complete(temporary, self.folder / step_name(info["step"]), info)
         best_is_known = rotate(self.folder, self.keep, self.keep_gib, self.best_metric)
         if not best_is_known and not self._warned:
             self._warned = True
             logger.warning(
                 "--best_metric %s: no checkpoint has this metric, so the best one cannot be kept; the newest has %s",
-                self.best_metric, ", ".join(sorted(metrics)) or "none")
+                self.best_metric, ", ".join(sorted(info["metrics"])) or "none")
 
     def back_up(self) -> None:
         """Move the folder of an earlier run to ``FOLDER.1``, ``FOLDER.2``, ... before a new run; a collective.
@@ -180,10 +179,11 @@ class CheckpointManager:
             the global state, and the state of every rank that saved, in rank order.
 
         Raises:
-            UserError: the checkpoint is of another model; names the first tensor that is missing or has another shape.
-                Nothing has been loaded then.
+            UserError: the checkpoint is of another optimizer or of another model; names the first tensor that is
+                missing or has another shape. Nothing has been loaded then.
         """
         path = Path(path)
+        _check_optimizers(path, _optimizers(prepared))
         reader = PlainReader(path / "tensors")
         tensors = self._tensors(prepared)
         _check_fit(path, tensors, reader.read_metadata().state_dict_metadata, list(prepared))
@@ -198,9 +198,22 @@ class CheckpointManager:
         return read_global(path), [load_state(path / f"rank_{rank:05d}.pt") for rank in ranks]
 
 
+def _optimizers(prepared: dict[str, Prepared]) -> dict[str, str]:
+    """Return the value of ``--optim`` for each trained model."""
+    return {name: trained(one).name for name, one in prepared.items() if one.optimizer is not None}
+
+
+def _check_optimizers(path: Path, chosen: dict[str, str]) -> None:
+    """Raise UserError for a model whose state is of another optimizer; older checkpoints do not name theirs."""
+    for name, saved in marker(path).get("optimizers", {}).items():
+        if chosen.get(name, saved) != saved:
+            raise UserError(f"--optim {chosen[name]}: {path} has the state of --optim {saved}, which cannot be "
+                            f"converted; resume with --optim {saved}, or start a new run from the exported model")
+
+
 def _check_fit(path: Path, wanted: dict[str, Any], saved: dict[str, Any], names: list[str]) -> None:
     """Raise UserError at the first tensor that only one side has, or that differs in shape."""
-    trained = {name for name in names if f"{name}/schedule/step" in wanted}
+    with_optimizer = {name for name in names if f"{name}/schedule/step" in wanted}
     for key, value in wanted.items():
         if key not in saved:
             raise UserError(f"{path} is a checkpoint of another model: it has no tensor {key}")
@@ -210,7 +223,7 @@ def _check_fit(path: Path, wanted: dict[str, Any], saved: dict[str, Any], names:
                             f"{list(value.shape)} here")
     for key in saved:
         name, kind, _ = key.split("/", 2)
-        if key not in wanted and (name in trained or name in names and kind == "model"):
+        if key not in wanted and (name in with_optimizer or name in names and kind == "model"):
             raise UserError(f"{path} is a checkpoint of another model: this one has no tensor {key}")
 
 

@@ -16,9 +16,10 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.mesh import group_of, Mesh
-from lightrft.utils.env import set_threads, World
+from lightrft.utils.env import World
 from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.gpu import rank_device
+from lightrft.utils.launcher import share_cores, warn_of_load
 
 # Gloo's threads free the tensors of the last collectives after the caller has continued, and need the interpreter for
 # it. One that asks for it while the interpreter ends aborts the process (PyThread_exit_thread below a destructor), and
@@ -172,7 +173,7 @@ class DistributedStrategy(StrategyBase):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
-            set_threads(local_world_size())
+            warn_of_load(share_cores(local_world_size(), dict(os.environ)))
         self._owns_group = join(self.cfg.collective_limit_s)
         self._join_ranks(dist.get_rank())
         self.distributed = True

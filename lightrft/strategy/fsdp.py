@@ -16,7 +16,7 @@ from lightrft.strategy.base import Prepared, named_in
 from lightrft.strategy.distributed import DistributedStrategy, local_world_size, transformer_blocks
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
+from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler
 from lightrft.strategy.sharding import ParamSlice
 from lightrft.utils.env import total_memory
 from lightrft.utils.tensors import keeps_float32
@@ -120,7 +120,9 @@ class FSDPV2Strategy(DistributedStrategy):
 
     All ranks must run the same number of forward passes of a sharded model, and the same number of backward passes per
     optimizer step; :meth:`optimizer_step` refuses anything else. Gradients are summed over ranks after every
-    micro-batch or after the last one (--grad_sync).    """
+    micro-batch or after the last one (--grad_sync).
+    """
+    name = "fsdp"
 
     def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, wrap: WrapPolicy | None = None,
                  ranks: Sequence[int] | None = None) -> None:
@@ -141,7 +143,7 @@ class FSDPV2Strategy(DistributedStrategy):
             buffer.data = buffer.to(self.device)
         if optim is None:
             return Prepared(model)
-        optimizer = LocalAdamW(model.named_parameters(), optim, self.cfg.adam_offload)
+        optimizer = LocalOptimizer(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     def _keeps_whole_gradients(self, model: nn.Module) -> bool:

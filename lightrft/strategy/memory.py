@@ -31,18 +31,13 @@ def secondary_share(s: StrategyConfig, world_size: int) -> float:
 
 
 def shares(s: StrategyConfig, world_size: int) -> tuple[float, float, float]:
-    """Return the shares of the weights, the gradients and each moment of Adam that a rank holds on its device."""
+    """Return the shares of the weights, the gradients and the optimizer state that a rank holds on its device."""
     chosen = s.resolved(world_size)
     if chosen == "deepspeed":
         weights, gradients, moments = (1 / world_size if s.zero_stage >= stage else 1 for stage in (3, 2, 1))
         return weights, gradients, 0 if s.adam_offload and s.zero_stage else moments
     share = 1 / (s.fsdp_shard_size or world_size) if chosen == "fsdp" else 1
     return share, share, share
-
-
-def moment_width(eight_bit: bool) -> float:
-    """Return the bytes per element of each moment of Adam at rest, all in matrices of whole blocks."""
-    return 1 + 4 / BLOCKS[0] if eight_bit else 4.0
 
 
 def keeps_whole_gradients(s: StrategyConfig, trained: int, device_bytes: int) -> bool:

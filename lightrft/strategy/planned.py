@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightrft.strategy.base import Prepared
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
+from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler
 from lightrft.strategy.strategy import SingleProcessStrategy
 
 
@@ -27,7 +27,7 @@ class PlannedStrategy(SingleProcessStrategy):
         """Build the optimizer of a trained model."""
         if optim is None:
             return Prepared(model.requires_grad_(False))
-        optimizer = LocalAdamW(model.named_parameters(), optim, self.cfg.adam_offload)
+        optimizer = LocalOptimizer(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim))
 
     def offload(self, prepared: Prepared) -> None:

@@ -14,7 +14,7 @@ from lightrft.strategy.base import Prepared, StrategyBase, named_in
 from lightrft.strategy.deepspeed import NO_DEEPSPEED
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler
+from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler
 from lightrft.utils.env import World
 from lightrft.utils.errors import end_in_one_line, UserError
 from lightrft.utils.gpu import rank_device
@@ -47,7 +47,7 @@ class SingleProcessStrategy(StrategyBase):
         model.to(self.device)
         if optim is None:
             return Prepared(model)
-        optimizer = LocalAdamW(model.named_parameters(), optim, self.cfg.adam_offload)
+        optimizer = LocalOptimizer(model.named_parameters(), optim, self.cfg.adam_offload)
         return Prepared(model, optimizer, create_scheduler(optimizer, optim), ComputeCopy(model) if self.bf16 else None)
 
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:

@@ -170,6 +170,16 @@ def test_its_option_is_like_any_other(python):
     assert code == 2 and "--tanh_width -1" in said
 
 
+def test_an_optimizer(python, tree, home):
+    """The file is that which test_conformance trains with as a plug-in of every strategy."""
+    recipe, plugin = RECIPES["An optimizer"], ROOT / "lightrft" / "tests" / "support" / "adagrad.py"
+    assert plugin.read_text(encoding="utf-8") in recipe.files.values()
+    options, (metrics, ) = train(python, tree, home, *recipe.commands)
+    assert options["optim"] == "adagrad" and options["adagrad_decay"] == 0.01
+    assert metrics["policy/optimizer_steps"] == 1 and metrics["policy/grad_norm"] > 0
+    assert "--adagrad_decay" in python.run("-m", "lightrft.cli.train_sft", "--help", "adagrad_decay")
+
+
 def test_a_reward(python, tree, home):
     _, (metrics, ) = train(python, tree, home, *RECIPES["A reward"].commands)
     key = re.search(r"`(reward/\S+)` is its metric", PAGE.read_text(encoding="utf-8"))[1]

@@ -18,7 +18,7 @@ from lightrft.models.config_json import parameter_shapes
 from lightrft.preflight import engine_rules
 from lightrft.preflight.hardware import Machine
 from lightrft.strategy.host_buffers import Slabs
-from lightrft.strategy.optimizer import MOMENTS
+from lightrft.strategy.optimizers.adamw import MOMENTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/gpu_start.md").read_text(encoding="utf-8")

@@ -10,13 +10,9 @@ import pytest
 import lightrft
 from lightrft.cli.command_line import parse_command
 from lightrft.tests.support.launch import ROOT
+from lightrft.tests.support.optional_packages import KERNELS, LATE, OPTIONAL
 
 HEAVY = ("torch", "transformers", "numpy", "deepspeed", "vllm", "sglang", "matplotlib", "datasets")
-OPTIONAL = ("deepspeed", "vllm", "sglang", "flash_attn", "liger_kernel", "wandb", "trackio", "torchvision",
-            "qwen_vl_utils", "bitsandbytes")
-LATE = ("peft", )  # imported where adapters are made
-KERNELS = ("lightrft.ops.logits_kernels", "lightrft.rollout.hf.attention_kernel"
-           )  # of CUDA; an option that asks for them needs Triton
 
 
 def run(code):

@@ -198,7 +198,7 @@ LINE = "    tilt: float = option(0.5, "
     (LINE, "    tilt = option(0.5, ", "my_other_loss.py:14: TypeError: 'tilt' is a field but has no type annotation"),
     ('"tilted", ', '"ppo", ', "my_other_loss.py:20: ValueError: policy loss 'ppo' is registered twice"),
     (', within="[0, 1]"', "", "TiltedOptions.tilt: a number needs its interval"),
-    ("reads=()", "reads=('eps_clp', )", "there is no algorithm option eps_clp (did you mean eps_clip?)"),
+    ("reads=()", "reads=('eps_clp', )", "AlgorithmConfig has no option eps_clp (did you mean eps_clip?)"),
 ])
 def test_a_mistake_of_a_plugin_names_it(wrong, right, part, tmp_path, monkeypatch, capsys):
     source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace(wrong, right)
@@ -291,7 +291,7 @@ def test_a_file_of_the_package_is_read_before_it_is_imported(tmp_path):
     (tmp_path / "lightrft" / "algorithms" / "losses").mkdir(parents=True)
     source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace("import torch", "raise AssertionError")
     (tmp_path / "lightrft" / "algorithms" / "losses" / "new.py").write_text(source, encoding="utf-8")
-    config_tree._read_folder(AlgorithmConfig, tmp_path / "lightrft" / "algorithms")
+    config_tree._read_folder(AlgorithmConfig, tmp_path / "lightrft", "algorithms")
     first = Config()
     assert first.algorithm.tilt == 0.5 and options(Config)["tilt"].within == "[0, 1]"
     imported = declared("tilt", line=option(0.5, options(Config)["tilt"].help, within="[0, 1]"))

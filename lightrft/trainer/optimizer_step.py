@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightrft.config.schema import OptimConfig
 from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.optimizer import OptimSpec
 from lightrft.types import Experience
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
@@ -163,6 +164,11 @@ def lr_schedule(name: str, total_steps: int, warmup_ratio: float, min_ratio: flo
         return decay(min((step - warmup) / max(total_steps - warmup, 1), 1.0))
 
     return factor
+
+
+def optim_spec(cfg: OptimConfig, lr: float, total_steps: int) -> OptimSpec:
+    """Return the optimizer and the schedule that the options ask for, with the peak learning rate ``lr``."""
+    return OptimSpec(lr, cfg, schedule_of(cfg, total_steps))
 
 
 def schedule_of(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:

@@ -17,9 +17,9 @@ from lightrft.config.options import ConfigError
 from lightrft.config.tree import flatten
 from lightrft.preflight.base import preflight
 from lightrft.preflight.hardware import Machine, unlike_gpus
-from lightrft.preflight.planned import (check_lengths, chosen_by_machine, recomputed, refuse_emulated_bf16,
-                                        refuse_together, refuse_unlike_ranks, refuse_what_does_not_fit, settle,
-                                        settle_recomputation)
+from lightrft.preflight.planned import (chosen_by_machine, known_positions, limit_rows, recomputed,
+                                        refuse_emulated_bf16, refuse_lengths, refuse_together, refuse_unlike_ranks,
+                                        refuse_what_does_not_fit, settle, settle_recomputation)
 from lightrft.preflight.report import report
 from lightrft.preflight.validate import validate, warnings
 from lightrft.strategy.base import StrategyBase
@@ -176,12 +176,14 @@ def settled(parsed: ParsedConfig) -> Machine:
     elsewhere = parsed.plan_gpus
     machine = _other_machine(elsewhere) if elsewhere else _this_machine()
     settle(parsed.config, parsed.provenance, machine)
-    check_lengths(parsed.config, parsed.provenance, refuses=False)
+    positions = known_positions(parsed.config)
+    limit_rows(parsed.config, parsed.provenance, positions)
     try:
         validate(parsed.config, machine.ranks, machine.device.cuda, bool(elsewhere), machine.local_ranks)
     except ConfigError as error:
         raise ConfigError(with_sources(error.problems, parsed.provenance)) from None
-    check_lengths(parsed.config, parsed.provenance, not elsewhere)  # problems of options come first
+    if not elsewhere:
+        refuse_lengths(parsed.config, positions)  # problems of options come first
     settle_recomputation(parsed.config, parsed.provenance, machine)
     return machine
 

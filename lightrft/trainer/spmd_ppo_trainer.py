@@ -27,7 +27,6 @@ from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.materialize import Builder
-from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
@@ -36,7 +35,7 @@ from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
 from lightrft.trainer.frozen_model import check_inputs, check_media, FrozenModel, teacher_builder
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.model_media import connect_media, feature_cache
-from lightrft.trainer.optimizer_step import schedule_of
+from lightrft.trainer.optimizer_step import optim_spec
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.ppo_trainer import PPOTrainer
 from lightrft.trainer.ppo_update import PolicyUpdate
@@ -133,10 +132,11 @@ def _prepare(config: Config, strategy: StrategyBase, models: Models, tokenizer: 
     if models.critic is not None and cfg.critic_pretrain is not None:
         check_media("critic_pretrain", cfg.critic_pretrain, policy_path, tokenizer, media)
     train, shard_size, rate = config.train, config.strategy.fsdp_shard_size, config.optimizer_steps
-    policy = _optim(config, train.actor_learning_rate, max(total - train.freezing_actor_steps, 1) * rate)
+    policy = optim_spec(train, train.actor_learning_rate, max(total - train.freezing_actor_steps, 1) * rate)
     actor, critic, reference = strategy.prepare(models.actor, policy, shard_size), None, None
     if models.critic is not None:
-        critic = strategy.prepare(models.critic, _optim(config, train.critic_learning_rate, total * rate), shard_size)
+        value = optim_spec(train, train.critic_learning_rate, total * rate)
+        critic = strategy.prepare(models.critic, value, shard_size)
     if models.reference is not None:
         reference = strategy.prepare(models.reference, shard_size=config.model.initial_model_shard_size)
     prepared = PreparedModels(actor, critic, reference, _teacher(config, strategy, tokenizer, media))
@@ -270,9 +270,3 @@ class SPMDPPOTrainer(PPOTrainer):
 
 
 SPMDPPOTrainerVL = SPMDPPOTrainer  # one path for all modalities
-
-
-def _optim(config: Config, lr: float, updates: int) -> OptimSpec:
-    train = config.train
-    beta1, beta2 = train.adam_betas
-    return OptimSpec(lr, (beta1, beta2), train.l2, schedule_of(train, updates), train.eight_bit)

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 from lightrft.utils.errors import UserError
-from lightrft.utils.launcher import count_cores, threads_per_rank
-from lightrft.utils.logging import get_logger
 
 _GIB = float(1 << 30)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -142,22 +140,6 @@ def freed_memory_is_kept(device: torch.device) -> Iterator[None]:
     finally:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD)
         libc.malloc_trim(0)
-
-
-def set_threads(local_world_size: int) -> int:
-    """Divide the cores among the ranks of this node, unless OMP_NUM_THREADS is set; return the threads per rank.
-
-    (``torchrun`` itself sets OMP_NUM_THREADS=1 when it starts more than one process.)
-    """
-    if "OMP_NUM_THREADS" in os.environ:
-        return torch.get_num_threads()
-    threads = threads_per_rank(local_world_size)
-    torch.set_num_threads(threads)
-    if threads > 1 and (load := os.getloadavg()[0]) > count_cores():
-        get_logger().warning(
-            "other programs use this machine (load %.0f on %d cores), and threads wait for each other: with "
-            "OMP_NUM_THREADS=1 steps on the CPU may be several times faster", load, count_cores())
-    return threads
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """Names of components: registries that third parties can add to, and exports of a package that load at first use."""
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches, SequenceMatcher
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -8,6 +9,17 @@ from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.lightrft_names import refuse_name
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Entry of a registry that an option chooses from, with the other options that it depends on."""
+    reads: tuple[str, ...] | None = None  # options that it shares with others of its kind; None: not declared
+    own: tuple[str, ...] = ()  # options that its file declares
+
+    def ignores(self, option: str) -> bool:
+        """Return True if it declares its options and this is none of them."""
+        return self.reads is not None and option not in self.reads and option not in self.own
 
 
 class Registry(Generic[T]):

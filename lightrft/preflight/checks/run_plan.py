@@ -19,7 +19,8 @@ from lightrft.preflight.hardware import Device
 from lightrft.preflight.memory import BACKWARD, memory, peak, uncounted
 from lightrft.preflight.overhead import overhead
 from lightrft.rollout.engines import PHASES
-from lightrft.strategy.memory import ModelSize, moment_width
+from lightrft.strategy.optimizers import OPTIMIZERS
+from lightrft.strategy.memory import ModelSize
 
 REDUCED_EARLY: tuple[dict[str, Any], ...] = ({"grad_sync": "every"}, )
 MARGIN = 0.1  # share of the plan, for what is not counted, as fragmentation, and for what is estimated
@@ -150,11 +151,11 @@ def check_disk(config: Config, size: ModelSize, critic: bool) -> Iterator[Findin
 
 
 def run_bytes(config: Config, size: ModelSize, critic: bool) -> float:
-    """Bytes of the checkpoints there (float32 weights and, without LoRA, Adam's two moments; one more while the oldest
+    """Bytes of the checkpoints there (float32 weights and, without LoRA, the optimizer state; one more while the oldest
     is replaced) and of the final model."""
     c = config.checkpoint
     elsewhere, several = c.disable_ckpt or c.ckpt_path is not None, c.save_steps > 0
     copies = 0 if elsewhere else 1 + several * (c.max_ckpt_num + (c.best_metric is not None))
-    moments = 0 if config.model.lora_rank else 2 * moment_width(config.train.eight_bit)
+    moments = 0 if config.model.lora_rank else OPTIMIZERS.get(config.train.optim).state_bytes(config.train)
     one = size.total * ((4 + moments) * (2 if critic else 1) + 4 * c.save_hf_ckpt)
     return min(copies * one, c.max_ckpt_mem * GIB + one) + 4 * size.total

@@ -30,9 +30,9 @@ def held(world_size=2, room=GPU, **values):
 
 def test_one_process_with_the_hf_engine():
     assert held(1) == {"weights": (4000, ) * 5, "gradients": (0, 0, 4000, 4000, 0),
-                       "Adam state": (8000, ) * 5}  # yapf: disable
+                       "optimizer state": (8000, ) * 5}  # yapf: disable
     assert held(1, bf16=True)["weights gathered or cast"] == (2000, ) * 5, "one copy, which stays"
-    assert "Adam state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
+    assert "optimizer state" not in held(1, lora_rank=4) and "gradients" not in held(1, lora_rank=4)
     assert held(1, engine_kv_mib=3)["key-value cache"] == (3 << 20, 0, 0, 0, 0)
 
 
@@ -52,10 +52,10 @@ def test_what_freeze_prefix_names_has_no_gradient_and_no_adam_state():
     frozen = replace(SIZE, trained=0.25)
     found = memory(build(Config, {"bf16": True}), 1, frozen, GPU)
     assert found["weights"] == (4 * 250 + 2 * 750, ) * 5 and found["weights gathered or cast"] == (2 * 250, ) * 5
-    assert found["Adam state, float32"] == (8 * 250, ) * 5
+    assert found["optimizer state, float32"] == (8 * 250, ) * 5
     assert found["gradients, float32"] == (0, 0, 4 * 250, 4 * 250, 0)
     sharded = memory(build(Config, {"bf16": True}), 2, frozen, GPU)
-    assert sharded["weights"] == (2000, ) * 5 and sharded["Adam state, float32"] == (4 * 250, ) * 5
+    assert sharded["weights"] == (2000, ) * 5 and sharded["optimizer state, float32"] == (4 * 250, ) * 5
     assert sharded["gradients not yet sharded"] == (0, 0, 4 * 250, 0, 0), "250 are few enough"
 
 
@@ -63,9 +63,9 @@ def test_lora_and_freeze_prefix_are_the_policys():
     """The critic beside it is trained as a whole."""
     found = held(1, lora_rank=4, bf16=True, **CRITIC)
     assert found["weights"] == (2000 + 4000, ) * 5 and found["weights gathered or cast"] == (2000, ) * 5
-    assert found["Adam state"] == (8000, ) * 5 and found["gradients"] == (0, 0, 4000, 4000, 0)
+    assert found["optimizer state"] == (8000, ) * 5 and found["gradients"] == (0, 0, 4000, 4000, 0)
     part = memory(build(Config, CRITIC), 1, replace(SIZE, trained=0.25), GPU)
-    assert part["Adam state, float32"] == (8 * 1250, ) * 5 and part["gradients, float32"] == (0, 0, 4000, 4000, 0)
+    assert part["optimizer state, float32"] == (8 * 1250, ) * 5 and part["gradients, float32"] == (0, 0, 4000, 4000, 0)
 
 
 def test_sharded_over_two_ranks():
@@ -82,7 +82,7 @@ def test_sharded_over_two_ranks():
     assert held(room=HOST)["copy in the rollout engine"] == (4000, 0, 0, 0, 4000)
     assert held(4, fsdp_shard_size=2)["weights"] == (2000, ) * 5 == held(4, **CRITIC)["weights"]
     assert held(init_kl_coef=0.1)["reference"] == (2000, ) * 5 and "reference" not in held(init_kl_coef=.1, lora_rank=4)
-    assert not {"weights", "Adam state", "reference"} & set(held(fsdp_cpu_offload=True, init_kl_coef=0.1))
+    assert not {"weights", "optimizer state", "reference"} & set(held(fsdp_cpu_offload=True, init_kl_coef=0.1))
 
 
 def test_full_gradients_wait_for_the_last_micro_batch_where_there_is_room():
@@ -102,13 +102,13 @@ def test_full_gradients_wait_for_the_last_micro_batch_where_there_is_room():
 def test_what_a_stage_of_zero_divides(stage, weights, gradients, moments):
     zero = {"strategy": "deepspeed", "zero_stage": stage, "init_kl_coef": 0.1}
     found = held(4, **zero)
-    assert found["weights"] == found["reference"] == (weights, ) * 5 and found["Adam state"] == (moments, ) * 5
+    assert found["weights"] == found["reference"] == (weights, ) * 5 and found["optimizer state"] == (moments, ) * 5
     assert found["gradients"] == (0, 0, gradients, gradients, 0)
     assert found.get("gradients sent to other ranks") == ((0, 0, 4000, 0, 0) if stage else None)
     assert ("copy in the rollout engine" in found) is ("bucket of full weights" in found) is (stage == 3)
     copies = {0: None, 1: None, 2: None, 3: (0, 4 * 1000, 4 * 1000, 0, 0)}
     assert found.get("weights gathered or cast") == copies[stage]
-    assert held(4, adam_offload=True, **zero).get("Adam state") == (None if stage else (0, 0, 0, moments, 0))
+    assert held(4, adam_offload=True, **zero).get("optimizer state") == (None if stage else (0, 0, 0, moments, 0))
 
 
 def test_zpg_divides_the_weights_once_more_within_its_group():
@@ -131,14 +131,14 @@ def test_zero_gathers_in_float32_and_casts():
 
 def test_what_is_offloaded_is_back_when_it_is_needed():
     """Moments that rest in host memory are on the device in the optimizer step alone, a part of them at a time."""
-    assert held(adam_offload=True)["Adam state"] == (0, 0, 0, 4000, 0)
+    assert held(adam_offload=True)["optimizer state"] == (0, 0, 0, 4000, 0)
     coded = 2 * 500 * (1 + 4 / 256)  # a float32 scale per 256 codes
-    assert held(optim="adamw_8bit")["Adam state"] == (coded, coded, coded, coded + 4000, coded)
+    assert held(optim="adamw_8bit")["optimizer state"] == (coded, coded, coded, coded + 4000, coded)
     large = ModelSize(10 * STEP_BYTES, STEP_BYTES, STEP_BYTES)
-    assert memory(build(Config, {"adam_offload": True}), 1, large, GPU)["Adam state, float32"][3] == 2 * STEP_BYTES
+    assert memory(build(Config, {"adam_offload": True}), 1, large, GPU)["optimizer state, float32"][3] == 2 * STEP_BYTES
     away = held(offload_during_rollout=True, init_kl_coef=0.1)
-    assert away["weights"] == away["reference"] == (0, *(2000, ) * 4) and away["Adam state"] == (0, *(4000, ) * 4)
-    assert held(offload_during_rollout=True, adam_offload=True)["Adam state"] == (0, 0, 0, 4000, 0)
+    assert away["weights"] == away["reference"] == (0, *(2000, ) * 4) and away["optimizer state"] == (0, *(4000, ) * 4)
+    assert held(offload_during_rollout=True, adam_offload=True)["optimizer state"] == (0, 0, 0, 4000, 0)
 
 
 def test_fine_tuning_takes_what_the_update_takes():

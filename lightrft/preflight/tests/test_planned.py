@@ -19,8 +19,8 @@ from lightrft.preflight.checks.run_plan import backward
 from lightrft.preflight.cost import GIB, known_model, step_flops
 from lightrft.preflight.hardware import Device, Machine, UNKNOWN
 from lightrft.preflight.memory import memory, micro_batch_tokens
-from lightrft.preflight.planned import (check_lengths, refuse_emulated_bf16, refuse_unlike_ranks,
-                                        refuse_what_does_not_fit, settle, settle_recomputation)
+from lightrft.preflight.planned import (known_positions, limit_rows, refuse_emulated_bf16, refuse_lengths,
+                                        refuse_unlike_ranks, refuse_what_does_not_fit, settle, settle_recomputation)
 from lightrft.preflight.training import MODES
 from lightrft.preflight.validate import changes
 from lightrft.strategy.memory import ModelSize
@@ -271,7 +271,7 @@ def test_a_limit_of_rows_beyond_the_positions_of_the_model_is_lowered_to_them(tr
     known = {"pretrain": path, name: given} | {word: most for word, most in lengths.items() if word in tree.LENGTHS}
     config, provenance = build(tree, known), {}
     for _ in range(2):
-        check_lengths(config, provenance)
+        limit_rows(config, provenance, known_positions(config))
         assert flatten(config)[name] == trained
     notice = f"--{name} {given}: the model has 512 positions" in (said := capsys.readouterr().err)
     assert notice == (given > trained) == (name in provenance) and said.count("positions") == notice, "once"
@@ -279,6 +279,8 @@ def test_a_limit_of_rows_beyond_the_positions_of_the_model_is_lowered_to_them(tr
 
 def test_responses_beyond_the_positions_are_refused(tmp_path):
     config = build(Config, {"pretrain": model(tmp_path / "model"), "prompt_max_len": 10**6})
-    check_lengths(config, {}, refuses=False)
     with pytest.raises(UserError, match="more than the .* positions"):
-        check_lengths(config, {})
+        refuse_lengths(config, known_positions(config))
+    refuse_lengths(config, 0)
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert known_positions(config) == 0, "told where the model is loaded"

@@ -15,11 +15,11 @@ from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared, named_in, trained, untied_state
 from lightrft.strategy.deepspeed import LIVE_AT_ONCE, Sizes, partitions
-from lightrft.strategy.deepspeed.partitions import Partitions, ReadParams, Stage1Or2, Stage3, ZeroAdamW, span
+from lightrft.strategy.deepspeed.partitions import Partitions, ReadParams, Stage1Or2, Stage3, ZeroOptimizer, span
 from lightrft.strategy.distributed import DistributedStrategy, transformer_blocks
 from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec, create_scheduler, load, set_schedule_step
+from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler, load, set_schedule_step
 from lightrft.strategy.sharding import flat_slice, ParamSlice
 from lightrft.utils.tensors import replace_tensors
 
@@ -119,6 +119,7 @@ class DeepspeedStrategy(DistributedStrategy):
     All ranks must run the same number of forward and backward passes. From stage 2 on gradients are summed over ranks
     after every micro-batch, before that after the last one of a step.
     """
+    name = "deepspeed"
 
     def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, sizes: Sizes | None = None) -> None:
         super().__init__(cfg, bf16)
@@ -169,24 +170,24 @@ class DeepspeedStrategy(DistributedStrategy):
         model.to(self.device)
         if optim is None:
             return Prepared(self._engine(model, None, config).module if divided else model)
-        kind = ZeroAdamW if self.cfg.zero_stage else LocalAdamW
+        kind = ZeroOptimizer if self.cfg.zero_stage else LocalOptimizer
         offloaded = self.cfg.adam_offload and not self.cfg.zero_stage  # from stage 1 on DeepSpeed does it
         optimizer = kind(model.named_parameters(), optim, offloaded)
         scheduler, self.reads[model] = create_scheduler(optimizer, optim), ReadParams(optimizer.owners)
         engine = self._engine(model, optimizer, config)
-        if isinstance(optimizer, ZeroAdamW):
+        if isinstance(optimizer, ZeroOptimizer):
             optimizer.partitions = self._partitions(engine.optimizer, optimizer)
         if self.bf16 and divided:
             round_in_passes(model)
         return Prepared(model, optimizer, scheduler, ComputeCopy(model) if self.bf16 and not divided else None)
 
-    def _engine(self, model: nn.Module, optimizer: LocalAdamW | None, config: dict[str, Any]) -> Any:
+    def _engine(self, model: nn.Module, optimizer: LocalOptimizer | None, config: dict[str, Any]) -> Any:
         """Create DeepSpeed's engine around ``model``, on the existing process group."""
         initialize = import_deepspeed().initialize
         self.engines[model] = initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
         return self.engines[model]
 
-    def _partitions(self, zero: Any, optimizer: ZeroAdamW) -> Partitions:
+    def _partitions(self, zero: Any, optimizer: ZeroOptimizer) -> Partitions:
         names = {param: name for name, param in optimizer.owners.items()}
         kind = Stage3 if self.cfg.zero_stage == 3 else Stage1Or2
         return kind(zero, names, self.rank, self.cfg.adam_offload)
@@ -208,7 +209,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def _update(self, prepared: Prepared) -> None:
         optimizer, unread = trained(prepared), self._unread(prepared)
-        if isinstance(optimizer, ZeroAdamW):
+        if isinstance(optimizer, ZeroOptimizer):
             optimizer.unread = unread
         else:
             for name in unread:
@@ -269,7 +270,7 @@ class DeepspeedStrategy(DistributedStrategy):
         if not self.cfg.zero_stage:
             return super().state_dict(prepared)
         state = {f"model/{name}": value for name, value in self._weights(prepared.model)}
-        if isinstance(optimizer, ZeroAdamW):
+        if isinstance(optimizer, ZeroOptimizer):
             moments = partitions.save_moments(optimizer, self._mesh("cpu"), self.device)
             state |= {f"optim/{key}": value for key, value in moments.items()}
             state["schedule/step"] = torch.tensor(prepared.scheduler.last_epoch)
@@ -288,7 +289,7 @@ class DeepspeedStrategy(DistributedStrategy):
         if not self.cfg.zero_stage:
             return super().load_state_dict(prepared, state)
         self._load_weights(prepared, {key[6:]: value for key, value in state.items() if key.startswith("model/")})
-        if isinstance(prepared.optimizer, ZeroAdamW):
+        if isinstance(prepared.optimizer, ZeroOptimizer):
             moments = {key[6:]: value for key, value in state.items() if key.startswith("optim/")}
             partitions.load_moments(prepared.optimizer, moments, self.device)
             set_schedule_step(prepared.scheduler, int(state["schedule/step"]))
@@ -304,7 +305,7 @@ class DeepspeedStrategy(DistributedStrategy):
         for name, whole in partitions.from_rows(divided, self.device):
             start, count = span(own[name], self.rank)
             own[name].ds_tensor[:count].copy_(whole[start:start + count])
-        if isinstance(prepared.optimizer, ZeroAdamW):
+        if isinstance(prepared.optimizer, ZeroOptimizer):
             prepared.optimizer.partitions.refresh()
 
     def _move(self, prepared: Prepared, device: torch.device) -> None:
@@ -325,7 +326,7 @@ class DeepspeedStrategy(DistributedStrategy):
                 return load(tensor.detach(), device)
             return self.host.store(tensor, tensor.detach(), frozen=prepared.optimizer is None)
 
-        if isinstance(prepared.optimizer, ZeroAdamW):
+        if isinstance(prepared.optimizer, ZeroOptimizer):
             prepared.optimizer.partitions.move(to)
             engine = self.engines[prepared.model]
             engine.offload_states(include=BUFFERS) if device.type == "cpu" else engine.reload_states()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.strategy import collectives
-from lightrft.strategy.optimizer import MOMENTS, LocalAdamW
+from lightrft.strategy.optimizer import LocalOptimizer
 from lightrft.strategy.sharding import full_shape
 
 BUCKET_BYTES = 64 << 20
@@ -203,8 +203,8 @@ class ReadParams:
             param.register_post_accumulate_grad_hook(lambda _, name=name: self.names.add(name))
 
 
-class ZeroAdamW(LocalAdamW):
-    """AdamW on DeepSpeed's partitions, with its gradients and state under parameter names.
+class ZeroOptimizer(LocalOptimizer):
+    """The optimizer on DeepSpeed's partitions, with its gradients and state under parameter names.
 
     ``unread``: names of parameters without a gradient, whose elements of the partitions the next step leaves alone.
     """
@@ -212,19 +212,21 @@ class ZeroAdamW(LocalAdamW):
     unread: Collection[str] = ()
 
     def step(self, closure: Any = None) -> Any:
-        """Extend :meth:`LocalAdamW.step`: neither weight decay nor momentum moves what is ``unread``."""
-        kept = [(part, part.clone()) for part in self._unread_parts()]
+        """Extend :meth:`LocalOptimizer.step`: neither weight decay nor momentum moves what is ``unread``."""
+        stepped = [master for group in self.param_groups for master in group["params"]]
+        self._start(stepped)
+        kept = [(part, part.clone()) for part in self._unread_parts(stepped)]
         super().step(closure)
         for part, before in kept:
             part.copy_(before)
 
-    def _unread_parts(self) -> Iterator[Tensor]:
+    def _unread_parts(self, stepped: list[Tensor]) -> Iterator[Tensor]:
         """Weights and moments of what is ``unread``, in those partitions that the next step updates."""
-        stepped = [master for group in self.param_groups for master in group["params"]]
         for one in map(self.partitions.slices.__getitem__, self.unread):
             master = self.partitions.masters[one.index]
             if any(master is other for other in stepped):
-                yield from (one.of(tensor.detach()) for tensor in (master, *map(self.state[master].get, MOMENTS))
+                yield from (one.of(tensor.detach())
+                            for tensor in (master, *map(self.state[master].get, self.moment_names))
                             if tensor is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -237,12 +239,12 @@ class ZeroAdamW(LocalAdamW):
         return self.partitions.grads()
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Override :meth:`LocalAdamW.moments`; this rank's slices of both moments."""
+        """Override :meth:`LocalOptimizer.moments`; this rank's slices of the moments."""
         for name in self.owners:
             one = self.partitions.slices[name]
             state = self.started(self.partitions.masters[one.index])
             yield name, "step", state["step"]
-            yield from ((name, key, one.of(state[key])) for key in MOMENTS)
+            yield from ((name, key, one.of(state[key])) for key in self.moment_names)
 
 
 def own_rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -260,7 +262,7 @@ def from_rows(rows: Iterable[tuple[str, DTensor]], device: torch.device) -> Iter
         yield from ((name, whole.reshape(-1)) for name, whole in collectives.gather_bucket(bucket, device))
 
 
-def whole_moments(optimizer: ZeroAdamW, key: str, device: torch.device) -> Iterator[Named]:
+def whole_moments(optimizer: ZeroOptimizer, key: str, device: torch.device) -> Iterator[Named]:
     """One moment of every trained parameter, in its full shape; a collective."""
     shapes = {name: full_shape(param) for name, param in optimizer.owners.items()}
     own = {name: tensor for name, one, tensor in optimizer.moments() if one == key}
@@ -274,14 +276,14 @@ def whole_moments(optimizer: ZeroAdamW, key: str, device: torch.device) -> Itera
         yield from ((name, flat.view(shapes[name])) for (name, _), flat in zip(bucket, summed))
 
 
-def save_moments(optimizer: ZeroAdamW, mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
-    """``{"<name>/<key>": tensor}`` as :meth:`LocalAdamW.named_state` has it; both moments as rows in host memory."""
+def save_moments(optimizer: ZeroOptimizer, mesh: DeviceMesh, device: torch.device) -> dict[str, Tensor]:
+    """``{"<name>/<key>": tensor}`` as :meth:`LocalOptimizer.named_state` has it; moments as rows in host memory."""
     rows = {f"{name}/{key}": own_rows(whole, mesh)
-            for key in MOMENTS for name, whole in whole_moments(optimizer, key, device)}  # yapf: disable
+            for key in optimizer.moment_names for name, whole in whole_moments(optimizer, key, device)}  # yapf: disable
     return {f"{name}/{key}": rows.get(f"{name}/{key}", value) for name, key, value in optimizer.moments()}
 
 
-def load_moments(optimizer: ZeroAdamW, state: dict[str, Tensor], device: torch.device) -> None:
+def load_moments(optimizer: ZeroOptimizer, state: dict[str, Tensor], device: torch.device) -> None:
     """Undo :func:`save_moments`. Parameters of one partition share one number of steps."""
     own = {f"{name}/{key}": value for name, key, value in optimizer.moments()}
     for name in optimizer.owners:

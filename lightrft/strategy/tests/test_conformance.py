@@ -1,5 +1,4 @@
 """Every strategy against plain PyTorch, on one and on two ranks."""
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from lightrft.tests.support import strategy_conformance
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.packages import HAS_BITSANDBYTES, needs_deepspeed
 from lightrft.tests.support.strategy_conformance import Case, assert_same
-from lightrft.tests.support.tiny_lm import SPEC
+from lightrft.tests.support.tiny_lm import EIGHT_BIT
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def eight_bits_read_by_one_process(folder: Path, names: list[str]) -> None:
     """One process loads bitwise the codes and scales that two ranks saved."""
     strategy = get_strategy(StrategyConfig(strategy="single"))
     strategy.setup()
-    case = Case(strategy, folder, replace(SPEC, eight_bit=True))
+    case = Case(strategy, folder, EIGHT_BIT)
     for name in names:
         prepared = case.prepare(seed=5, hidden=64, tied=False)
         manager = CheckpointManager(strategy, folder / f"{name}_on_2" / "eight_bit", asynchronous=False)

@@ -9,7 +9,8 @@ from torch import nn, Tensor
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import optimizer as optimizers
 from lightrft.strategy.host_buffers import HostBuffers, SLAB_BYTES, Slabs, pinned
-from lightrft.strategy.optimizer import MOMENTS, OptimSpec
+from lightrft.strategy.optimizer import OptimSpec
+from lightrft.strategy.optimizers.adamw import MOMENTS
 from lightrft.strategy.sharding import local
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.fake_cuda import DOWNLOAD, fake_cuda, KERNEL, SYNC, UPLOAD

@@ -21,11 +21,11 @@ from lightrft.strategy.distributed import join, leave, local_world_size, transfo
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fsdp import FSDPV2Strategy
 from lightrft.strategy.mesh import Mesh
-from lightrft.strategy.optimizer import LocalAdamW, OptimSpec
+from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
-from lightrft.utils.env import set_threads
+from lightrft.utils.launcher import share_cores
 
 
 @pytest.mark.parametrize("name, world_size, expected",
@@ -101,7 +101,7 @@ def test_threads_share_the_cores(monkeypatch) -> None:
         for ours, expected in (("3", 2), (None, 1)):  # set: left alone; not set: at least one
             monkeypatch.setenv("OMP_NUM_THREADS", "3") if ours else monkeypatch.delenv("OMP_NUM_THREADS")
             torch.set_num_threads(2)
-            set_threads(local_world_size())
+            share_cores(local_world_size(), dict(os.environ))
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
@@ -120,13 +120,13 @@ def test_init_context_is_float32_on_cpu_and_restores() -> None:
 def test_what_is_decayed() -> None:
     model = TinyLM()
     model.model.model.embed_tokens.weight.requires_grad_(False)
-    optimizer = LocalAdamW(model.named_parameters(), SPEC)
+    optimizer = LocalOptimizer(model.named_parameters(), SPEC)
     decayed, others = optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in others["params"])
     assert "model.model.embed_tokens.weight" not in optimizer.owners and len(optimizer.owners) == 25
     with pytest.raises(ValueError, match="no trainable parameter"):
-        LocalAdamW(TinyLM().requires_grad_(False).named_parameters(), OptimSpec(1e-3))
+        LocalOptimizer(TinyLM().requires_grad_(False).named_parameters(), OptimSpec(1e-3))
 
 
 @pytest.mark.parametrize("family, blocks", [

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrft.config.schema import StrategyConfig
+from lightrft.config.schema import OptimConfig, StrategyConfig
 from lightrft.strategy.deepspeed import Sizes
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.optimizer import OptimSpec
@@ -106,7 +106,7 @@ def collecting_buffers(overlap: bool) -> int:
 def unused_gradients_are_not_used_again() -> None:
     for stage in range(4):
         case = case_of(zero_stage=stage)
-        prepared = case.strategy.prepare(Halves(), OptimSpec(0.1, betas=(0.0, 0.0)))
+        prepared = case.strategy.prepare(Halves(), OptimSpec(0.1, OptimConfig(adam_betas=[0.0, 0.0])))
         for layer in ("first", "second"):
             before = case.weights(prepared)
             case.strategy.backward(prepared.model(layer), prepared)
@@ -122,7 +122,7 @@ def decays_what_no_pass_reads() -> list[bool]:
     found = []
     for stage in range(4):
         case = case_of(zero_stage=stage)
-        prepared = case.strategy.prepare(Halves(), OptimSpec(0.1, weight_decay=0.5))
+        prepared = case.strategy.prepare(Halves(), OptimSpec(0.1, OptimConfig(l2=0.5)))
         before = case.weights(prepared)["second.weight"]
         case.strategy.backward(prepared.model("first"), prepared)
         case.strategy.optimizer_step(prepared)

@@ -1,6 +1,4 @@
 """What every strategy but DeepSpeed's, which has a state of its own, does with moments in eight bits."""
-from dataclasses import replace
-
 import torch
 
 from lightrft.config.schema import StrategyConfig
@@ -8,7 +6,7 @@ from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support.packages import HAS_BITSANDBYTES
 from lightrft.tests.support.strategy_case import assert_same, Case
-from lightrft.tests.support.tiny_lm import SPEC
+from lightrft.tests.support.tiny_lm import EIGHT_BIT
 
 
 def eight_bit_moments(case: Case) -> None:
@@ -16,8 +14,8 @@ def eight_bit_moments(case: Case) -> None:
     that the weights are nearly those of a single process with 8 bits, where bitsandbytes is installed."""
     if not HAS_BITSANDBYTES:
         return
-    eight, options = replace(SPEC, eight_bit=True), {"hidden": 64, "tied": False}
-    case = Case(case.strategy, case.folder, eight)
+    options = {"hidden": 64, "tied": False}
+    case = Case(case.strategy, case.folder, EIGHT_BIT)
     prepared, strategy = case.prepare(**options), case.strategy
     case.train(prepared, range(3))
     state, at_3 = strategy.state_dict(prepared), case.state(prepared)
@@ -35,7 +33,7 @@ def eight_bit_moments(case: Case) -> None:
     assert_same(case.state(fresh), at_3)
     case.train(fresh, range(3, 6))
     assert_same(case.state(fresh), case.state(prepared))
-    alone = Case(SingleProcessStrategy(StrategyConfig()), case.folder, eight)
+    alone = Case(SingleProcessStrategy(StrategyConfig()), case.folder, EIGHT_BIT)
     alone.strategy.setup()
     twin = alone.prepare(**options)
     alone.train(twin, range(6))

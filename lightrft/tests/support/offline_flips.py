@@ -1,5 +1,6 @@
 """For every option of the trainers on fixed data: a run that shows what flipping it changes."""
 from lightrft.tests.support.option_flips import (_D, _T, files, Flip, forwards, FOUR, keys, LORA, metric, TWO, weights)
+from lightrft.tests.support.own_options import OPTIM, own_options
 
 _O = "lightrft/trainer/offline/tests/"
 
@@ -35,6 +36,7 @@ SFT_FLIPS: dict[str, Flip] = {
     "lr_min_ratio": Flip(0.5, metric("sft/lr"), FOUR | {"lr_scheduler": "cosine_with_min_lr"}),
     "optim": Flip("adamw_8bit", weights, TWO),
     "adam_betas": Flip([0.5, 0.6], weights, TWO),
+    **{name: Flip(value, weights, base | {"learning_rate": 1e-2}) for name, value, base in own_options(OPTIM)},
     "l2": Flip(0.5, weights),
     "max_norm": Flip(0.01, weights, TWO),
     "seed": Flip(1, weights),

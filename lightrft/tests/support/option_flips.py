@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from lightrft.algorithms.base import REGISTRIES
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
-from lightrft.tests.support.own_options import own_options
+from lightrft.tests.support.own_options import OPTIM, own_options
 from lightrft.tests.support.runs import Run
 
 # strings that stand for paths: @other (a model), @train, @test, @chats (data), @run (the folder of the run)
@@ -260,7 +261,8 @@ FLIPS: dict[str, Flip] = {
     "report": Flip(False, files),
     "save_trajectories": Flip(False, files),
     "num_trajectories_to_save": Flip(3, said("uid")),
-    **{name: Flip(value, weights, base) for name, value, base in own_options()},
+    **{name: Flip(value, weights, base) for name, value, base in own_options(REGISTRIES)},
+    **{name: Flip(value, weights, base | {"actor_learning_rate": 1e-2}) for name, value, base in own_options(OPTIM)},
 }  # yapf: disable
 
 _T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"

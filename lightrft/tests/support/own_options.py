@@ -1,16 +1,18 @@
-"""Options that algorithms declare in their own files: another value of each, and the flip that shows its effect."""
+"""Options that algorithms and optimizers declare in their own files: another value of each, and a run that shows it."""
 from collections.abc import Iterator
 from typing import Any
 
-from lightrft.algorithms.base import REGISTRIES
 from lightrft.config.options import Option
-from lightrft.config.schema import AlgorithmConfig
+from lightrft.config.schema import AlgorithmConfig, OptimConfig
 from lightrft.config.tree import extended, group_options
+from lightrft.strategy.optimizers import OPTIMIZERS
+from lightrft.utils.registry import Registry
 
-# what makes an algorithm of this kind matter in a tiny run
+OPTIM: dict[str, Registry[Any]] = {"optim": OPTIMIZERS}
+# what makes an entry of this kind matter in a tiny run
 _BASES: dict[str, dict[str, Any]] = {
     "advantage_estimator": {}, "policy_loss": {"max_epochs": 3, "actor_learning_rate": 0.003}, "rollout_correction":
-    {"bf16": True}
+    {"bf16": True}, "optim": {"max_steps": 2}
 }
 
 
@@ -27,10 +29,10 @@ def another_value(option: Option) -> Any:
                 if value != default and not [*option.range_problems(value)])
 
 
-def own_options() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield each option of an algorithm of the package, another value of it, and the options of a run that uses it."""
-    known = group_options(extended(AlgorithmConfig))
-    for kind, registry in REGISTRIES.items():
+def own_options(registries: dict[str, Registry[Any]]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield each option of an entry of the package, another value of it, and the options of a run that uses it."""
+    known = group_options(extended(AlgorithmConfig)) | group_options(extended(OptimConfig))
+    for kind, registry in registries.items():
         for name in registry:
             for option in registry.get(name).own:
                 yield option, another_value(known[option]), {kind: name, **_BASES[kind]}

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightrft.config.shared_schema import StrategyConfig
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy, import_deepspeed
-from lightrft.strategy.deepspeed.partitions import ZeroAdamW
+from lightrft.strategy.deepspeed.partitions import ZeroOptimizer
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.sharding import full_shape
 from lightrft.tests.support.sharded import full
@@ -65,7 +65,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], atol: float
 
 def whole_gradients(strategy: StrategyBase, prepared: Prepared) -> dict[str, Tensor]:
     """Every gradient, put together from the ranks' parts; a collective."""
-    if not isinstance(prepared.optimizer, ZeroAdamW):
+    if not isinstance(prepared.optimizer, ZeroOptimizer):
         named = prepared.model.named_parameters()
         return {name: full(param.grad) for name, param in named if param.grad is not None}
     parts, slices, found = strategy.gradients(prepared), prepared.optimizer.partitions.slices, {}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from lightrft.config.schema import StrategyConfig
@@ -17,6 +16,7 @@ from lightrft.strategy.fsdp import FSDPV2Strategy, WrapPolicy, units
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
 from lightrft.tests.support.eight_bit_moments import eight_bit_moments
 from lightrft.tests.support.grad_sync import chosen_grad_sync, grad_sync
+from lightrft.tests.support.other_optimizers import other_optimizers
 from lightrft.tests.support.recomputed_gradients import recomputed_gradients_are_the_same
 from lightrft.tests.support.strategy_case import (Case, assert_same, communicates_at_the_end, freeze_imports,
                                                   whole_gradients)
@@ -30,10 +30,6 @@ def check(function: Callable[["Case"], None]) -> Callable[["Case"], None]:
     """Register a check."""
     CHECKS[function.__name__] = function
     return function
-
-
-def reference_weights(reference: Reference) -> dict[str, Tensor]:
-    return dict(reference.model.export_params((n, p.detach()) for n, p in reference.model.named_parameters()))
 
 
 @check
@@ -88,7 +84,7 @@ def ten_steps(case: Case) -> None:
             expected.append(reference.step(max_norm))
         assert min(norms) > 0.5, "the test does not clip"
         assert norms == pytest.approx(expected, rel=1e-5)
-        assert_same(case.weights(prepared), reference_weights(reference), atol=2e-5)
+        assert_same(case.weights(prepared), reference.weights(), atol=2e-5)
         assert prepared.scheduler.get_last_lr() == reference.scheduler.get_last_lr()
 
 
@@ -164,7 +160,7 @@ def full_params(case: Case) -> None:
     """HF names and values, tied ones once, in any bucket size; the parts of all ranks add up to them."""
     for tied in (True, False):
         prepared, reference = case.prepare(tied=tied), Reference(case.strategy.device, tied)
-        expected = reference_weights(reference)
+        expected = reference.weights()
         assert ("lm_head.weight" in expected) is not tied
         for bucket_bytes in (1, 20_000, 1 << 30):
             assert_same({n: v.clone() for n, v in case.strategy.full_params(prepared.model, bucket_bytes)}, expected)
@@ -373,6 +369,8 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
                 raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
         unread_weights_stay(case)
         recomputed_gradients_are_the_same(case)
+        if name in ("single", "fsdp", "zero2", "zero3"):
+            other_optimizers(case)
         if not isinstance(sizes, Sizes) and name not in BRIEF:
             eight_bit_moments(case)
         low = Case(get_strategy(cfg, bf16=True), own)

@@ -1,14 +1,19 @@
 """A tiny wrapped HF model, its data, and plain-PyTorch training to compare strategies with."""
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.config.shared_schema import OptimConfig, PolicyModelConfig
 from lightrft.models.recomputation import recompute
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.sharding import ParamSlice
 
-SPEC = OptimSpec(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, schedule=lambda step: min(1.0, (step + 1) / 4))
+SPEC = OptimSpec(1e-3, OptimConfig(adam_betas=[0.9, 0.95], l2=0.1), lambda step: min(1.0, (step + 1) / 4))
+EIGHT_BIT = replace(SPEC, options=replace(SPEC.options, optim="adamw_8bit"))
 MICRO_BATCHES = 4
 VOCAB = 65  # odd, as is the width of the MLP: shards of unequal size
 
@@ -66,15 +71,20 @@ def placed(part: ParamSlice) -> Tensor:
     return whole
 
 
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer of SPEC."""
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
+
+
 class Reference:
     """Reference training, written with torch.optim and clip_grad_norm_ on one process."""
 
-    def __init__(self, device: torch.device, tied: bool = True) -> None:
+    def __init__(self, device: torch.device, tied: bool = True, build: Callable = adamw, lr: float = SPEC.lr) -> None:
         self.model = TinyLM(tied=tied).to(device)
         params = list(self.model.parameters())
-        groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": SPEC.weight_decay},
-                  {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=SPEC.lr, betas=SPEC.betas, foreach=False)
+        groups = [{"params": [p for p in params if p.ndim >= 2], "lr": lr, "weight_decay": SPEC.options.l2},
+                  {"params": [p for p in params if p.ndim < 2], "lr": lr, "weight_decay": 0.0}]
+        self.optimizer = build(groups)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, SPEC.schedule)
         self.device = device
 
@@ -88,3 +98,7 @@ class Reference:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights under the names that a strategy exports."""
+        return dict(self.model.export_params((name, param.detach()) for name, param in self.model.named_parameters()))

@@ -17,12 +17,11 @@ from lightrft.models.loader import load_actor
 from lightrft.models.packed_model import PackedModel
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
-from lightrft.strategy.optimizer import OptimSpec
 from lightrft.trainer.base_trainer import BaseTrainer
 from lightrft.trainer.load_balance import LoadBalance
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.model_media import connect_media, feature_cache
-from lightrft.trainer.optimizer_step import none_applied, OptimizerStep, schedule_of, step_metrics
+from lightrft.trainer.optimizer_step import none_applied, optim_spec, OptimizerStep, step_metrics
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
 from lightrft.trainer.run_log import RunLog
 from lightrft.types import Experience, MediaSource
@@ -64,8 +63,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         self.config, self.eval_rows = config, eval_rows
         self.loader = PromptLoader(rows, train.train_batch_size, config.data.shuffle, train.seed, config.BATCH)
         total = train.max_steps or self._steps(train.max_epochs)
-        beta1, beta2 = train.adam_betas
-        spec = OptimSpec(train.learning_rate, (beta1, beta2), train.l2, schedule_of(train, total), train.eight_bit)
+        spec = optim_spec(train, train.learning_rate, total)
         self.actor = strategy.prepare(model, spec, config.strategy.fsdp_shard_size)
         connect_media(self.actor.model, media, strategy, feature_cache(config.data))
         coef = train.aux_loss_coef

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightrft.utils import env, launcher
-from lightrft.utils.env import (World, peak_memory_gib, rng_state, seed_everything, set_rng_state, set_threads,
-                                total_memory, used_memory_gib)
+from lightrft.utils import launcher
+from lightrft.utils.env import (World, peak_memory_gib, rng_state, seed_everything, set_rng_state, total_memory,
+                                used_memory_gib)
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
@@ -53,22 +53,20 @@ def test_random_state_survives_a_file(tmp_path):
 
 @pytest.mark.parametrize("environment,threads", [("", "max(cores // 2, 1)"), ("1", "1")])
 def test_threads_are_shared_unless_the_environment_decides(environment, threads):
-    code = ("import os, torch\nfrom lightrft.utils.env import set_threads\ncores = len(os.sched_getaffinity(0))\n"
-            f"assert set_threads(2) == torch.get_num_threads() == {threads}, torch.get_num_threads()")
+    code = ("import os, torch\nfrom lightrft.utils.launcher import share_cores\ncores = len(os.sched_getaffinity(0))\n"
+            f"given = share_cores(2, os.environ)\nassert int(os.environ['OMP_NUM_THREADS']) == {threads}\n"
+            f"assert torch.get_num_threads() == (given or 1) == {threads}, torch.get_num_threads()")
     env = {"PATH": "", "OMP_NUM_THREADS": environment} if environment else {"PATH": ""}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)
-    assert set_threads.__doc__, "documented"
 
 
 def test_threads_on_a_busy_machine_get_a_warning(monkeypatch, capsys):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    for module in (env, launcher):
-        monkeypatch.setattr(module, "count_cores", lambda: 8)
+    monkeypatch.setattr(launcher, "count_cores", lambda: 8)
     for load, warned in ((8.0, False), (11.0, True)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         for ranks in (2, 8):
-            set_threads(ranks)
+            launcher.warn_of_load(launcher.share_cores(ranks, {}))
             said = capsys.readouterr().err
             assert ("load 11 on 8 cores" in said) == (warned and ranks == 2), "one thread waits for no other"
 
