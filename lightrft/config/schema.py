@@ -103,8 +103,7 @@ class RolloutConfig(EngineConfig):
 class DataConfig(PromptDataConfig, HeldOutConfig):
     """Sources of the prompts, and the conversion of a row to a prompt."""
     difficulty_key: str | None = option(
-        None, "column, or key of extra_info, with a number for --difficulty_min and _max, e.g. the pass rate of the "
-        "base model")
+        None, "column, or key of extra_info, with a number for --difficulty_min and _max, e.g. the model's pass rate")
     difficulty_min: float | None = option(None, "train only on rows whose difficulty is at least this", within=ANY,
                                           needs="difficulty_key pass_rate")
     difficulty_max: float | None = option(None, "train only on rows whose difficulty is at most this", within=ANY,

@@ -19,8 +19,9 @@ def adopt_launcher(environ: MutableMapping[str, str] | None = None) -> None:
             env[name] = env[other]
     ranks = int(env.get("LOCAL_WORLD_SIZE", "1"))
     if ranks > 1 and (threads := share_cores(ranks, env)):
-        get_logger().info("OMP_NUM_THREADS is not set: it is %d, the share of each of the %d ranks in the %d cores of "
-                          "this machine", threads, ranks, count_cores())
+        get_logger().info(
+            "OMP_NUM_THREADS is not set: it is %d, the share of each of the %d ranks in the %d cores of "
+            "this machine", threads, ranks, count_cores())
 
 
 def share_cores(ranks: int, env: MutableMapping[str, str]) -> int:
