@@ -19,6 +19,7 @@ from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec
 from lightrft.strategy.optimizers import OPTIMIZERS, optimizer
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.other_optimizers import plugin
+from lightrft.tests.support.packages import needs_deepspeed
 
 GOOD = {"pretrain": "org/model", "train_data": ["org/data"]}
 GPU = Device("cuda:0", 80 << 30, 80 << 30)
@@ -92,6 +93,7 @@ def test_a_registration_that_is_not_true_is_refused(register, make, facts, words
         trained("other")
 
 
+@needs_deepspeed
 def test_whole_parameters_and_8_bits_are_refused_where_a_strategy_has_none(register):
     """By the rules of options, and by a strategy that a script sets up."""
     register(lambda groups, cfg: Normalized(groups, {}), moments=(), needs_whole=True)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightrft.config.schema import StrategyConfig
+from lightrft.config.schema import OptimConfig, StrategyConfig
 from lightrft.ops.fingerprint import fingerprints, Piece
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.fsdp import FSDPV2Strategy, Placement, shard, WrapPolicy
 from lightrft.strategy.materialize import materialize
-from lightrft.strategy.optimizer import create_scheduler, LocalAdamW, OptimSpec
+from lightrft.strategy.optimizer import create_scheduler, LocalOptimizer, OptimSpec
 from lightrft.strategy.sharding import like, local, own_slice
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support.sharded import full
@@ -31,7 +31,7 @@ SHAPES = {(4, ): [(8, 6), (5, 3), (3, 9), (1, 2), (7, ), (4, 3, 5)], (2, 2): [(5
           (4, 1): [(5, 3)]}  # yapf: disable
 PLACEMENTS: list[Any] = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2),
                          _StridedShard(1, split_factor=3)]  # yapf: disable
-SPEC = OptimSpec(lr=0.1, weight_decay=0.1)
+SPEC = OptimSpec(0.1, OptimConfig(l2=0.1))
 
 
 def whole_of(number: int, shape: tuple[int, ...]) -> Tensor:
@@ -73,7 +73,7 @@ class Holder(nn.Module):
 def prepared_of(strategy: Any, model: nn.Module) -> Prepared:
     if isinstance(strategy, FSDPV2Strategy):
         strategy._placements[model] = Placement([], True, False)
-    optimizer = LocalAdamW(model.named_parameters(), SPEC)
+    optimizer = LocalOptimizer(model.named_parameters(), SPEC)
     return Prepared(model, optimizer, create_scheduler(optimizer, SPEC))
 
 
