@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from lightrft.models.attention import PackedLayout
-from lightrft.rollout.collector import CompletionCollector
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf import continuous_batching
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import StepGraphs
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec
+from lightrft.rollout.hf.open_responses import ResponseQueue
 from lightrft.rollout.hf.workspace import Sizes, Workspace
 
 CPU = torch.device("cpu")
@@ -81,27 +81,30 @@ class Counted(StepGraphs):
 def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths: Lengths) -> None:
     """Generate the responses of ``requests`` once."""
     params, stub = space.sizes.params, cast(Any, lengths)
-    collector = CompletionCollector(requests, params, 2, None, None, None, None)
+    queue = ResponseQueue()
+    queue.submit(requests, params, False, 0)
 
     def decode_pass(tokens: Tensor, positions: Tensor, view: Any) -> Tensor:
         return torch.zeros(positions.shape[0], 2)
 
-    generation = Generation(stub, stub, decode_pass, space, collector, params, torch.tensor([False, True]), graphs)
+    ends = torch.tensor([False, True])
+    generation = Generation(stub, stub, decode_pass, space, params, lambda _: ends, graphs, queue)
     compute = generation._compute
 
     def counted(rows: int, width: int) -> Tensor:
-        live = generation.owner[:rows] >= 0
+        live = np.flatnonzero(generation.slots.alive[:rows])
         _, prompts, _, longest = generation.decode.shape
-        own = generation.count[:rows][live].sum()
-        alive = np.unique(generation.prompt_slot[generation.request_of[generation.owner[:rows][live]]])
+        own = generation.slots.count[live].sum()
+        alive = {response.prompt for response in generation.slots.of(live)}
         graphs.work.update({
-            "rows": rows, "rows needed": int(live.sum()), "keys": rows * width + prompts * longest, "keys needed":
+            "rows": rows, "rows needed": len(live), "keys": rows * width + prompts * longest, "keys needed":
             int(own + len(alive) * longest)
         })
         return compute(rows, width)
 
     generation._compute = counted  # type: ignore[method-assign]
-    generation.run()
+    while queue.open:
+        generation.step()
 
 
 def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt: int,
@@ -110,7 +113,7 @@ def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt
     most, rng, graphs = max(lengths), random.Random(seed), Counted()
     requests = [Request([0] * prompt, list(range(i, i + samples))) for i in range(0, len(lengths), samples)]
     plan = KVPlan.fit(slots * (prompt + most), [samples] * len(requests), prompt, most - 1, slots)
-    sizes = Sizes.of(SamplingParams(most), len(lengths), 2, (), True)
+    sizes = Sizes(SamplingParams(most), 2)
     space, rows = Workspace(KVCache(SPEC, plan, CPU), sizes), []
     for _ in range(rollouts):
         order = Lengths(rng.sample(lengths, len(lengths)))

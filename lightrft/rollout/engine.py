@@ -1,7 +1,7 @@
 """Interface of every rollout engine, with its requests and responses."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable, TypeVar
+from typing import NamedTuple, Protocol, runtime_checkable, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,10 +93,34 @@ class Continuation:
     token_ids: list[int]
 
 
-Ended = list[tuple[int, int, Completion]]  # request, index among its seeds, response
+Key = tuple[int, int]  # number of the request, index among its seeds
+
+
+class Generated(NamedTuple):
+    """What a response has drawn since its last report, up to its end, a stop token or an abort."""
+    request: int
+    index: int
+    part: Completion
+
+
+Ended = Sequence[tuple[int, int, Completion]]  # request, index among its seeds, response
 Finished = Callable[[int, list[Completion]], bool | None]
 Arrived = Callable[[Ended], None]
-NextTurn = Callable[[Ended], list[Continuation | None]]
+
+
+@runtime_checkable
+class PendingAnswer(Protocol):
+    """An answer that may not be there yet, such as a :class:`concurrent.futures.Future`."""
+
+    def done(self) -> bool:
+        """Return True once the answer is there."""
+
+    def result(self) -> Continuation | None:
+        """Return the answer, or raise the error that it met."""
+
+
+Answer = Continuation | PendingAnswer | None
+NextTurn = Callable[[Ended], Sequence[Answer]]
 
 
 def refuse_media(engine: str, kinds: Iterable[str], reason: str) -> None:
@@ -146,6 +170,33 @@ def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: i
     return sorted({i for i in (*eos_token_ids, *params.stop_token_ids) if i < vocabulary})
 
 
+class SteppedEngine(Protocol):
+    """An engine that generates in rounds, and takes requests at any time. :func:`lightrft.rollout.collector.generate`
+    runs requests to their end.
+
+    A response is known by its :data:`Key`. After a stop token it is finished; with ``waits`` it waits instead, until
+    :meth:`resume` or :meth:`abort`, and holds up no other response.
+    """
+
+    def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
+        """Queue requests; return the number of the first, from which theirs count."""
+
+    def step(self) -> list[Generated]:
+        """Run one round; return what has ended in it, aborted responses before all others. Empty, without a round, if
+        every response waits for an answer, or there is none."""
+
+    def resume(self, key: Key, token_ids: list[int], params: SamplingParams | None = None) -> None:
+        """Append the answer that a response waits for; ``params``: of all that it draws from now on.
+
+        Raises:
+            KeyError: the response does not wait.
+        """
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        """End responses. What they have drawn since their last report comes from the next :meth:`step`, as "abort"; of
+        those that wait nothing comes, and finished ones are skipped."""
+
+
 class RolloutEngine(Protocol):
     """An engine that lives in the training process. ``weight_version`` counts the updates it has received.
 
@@ -167,7 +218,8 @@ class RolloutEngine(Protocol):
 
         ``next_turn`` connects tools and environments. It gets the responses that have just drawn a stop token, and
         returns for each None (the response is finished) or a :class:`Continuation`, whose tokens are appended before
-        the response resumes as if they were a prefix. ``max_new_tokens`` counts appended tokens too: a continuation
+        the response resumes as if they were a prefix. Instead of an answer it may return a :class:`PendingAnswer`: the
+        other responses go on until that is there. ``max_new_tokens`` counts appended tokens too: a continuation
         after which no token could be drawn is dropped, and the response ends with "length". It does not get responses
         that have reached ``max_new_tokens`` without a stop token. Ranks that share the engine all pass ``next_turn`` or
         none does; each is asked for its own requests.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import Completion, Ended, Request
+from lightrft.rollout.engine import Completion, Ended, Key, Request
 from lightrft.utils.env import World
 
 T = TypeVar("T")
@@ -56,13 +56,13 @@ def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> 
     return everyone, range(start, start + len(requests))
 
 
-def share_turns(turns: dict[tuple[int, int], list[int]],
-                group: dist.ProcessGroup | None) -> dict[tuple[int, int], list[int]]:
-    """Gather the tokens that each rank of ``group`` appends to responses (request, index). A collective."""
+def share_turns(turns: dict[Key, list[int] | None], group: dist.ProcessGroup | None) -> dict[Key, list[int] | None]:
+    """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective."""
     if group is None:
         return turns
-    parts = _gather(([list(key), token_ids] for key, token_ids in turns.items()), group)
-    return {(i, j): token_ids for (i, j), token_ids in chain.from_iterable(parts)}
+    parts = _gather(([list(key), *([] if token_ids is None else [token_ids])] for key, token_ids in turns.items()),
+                    group)  # yapf: disable
+    return {(i, j): appended[0] if appended else None for (i, j), *appended in chain.from_iterable(parts)}
 
 
 def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:

@@ -1,5 +1,6 @@
 """Environments (tools, users, games) that answer a response, which then resumes with another turn."""
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,9 +13,13 @@ from lightrft.rollout.engine import Continuation, Ended, NextTurn
 from lightrft.types import Episode, NUMBERS, Prompt
 from lightrft.utils.errors import UserError
 
+_THREADS = 64  # most answers at once
+_QUICK_S = 0.01  # answers that come so soon resume their responses in the same round, so quick runs repeat to the bit
+
 
 class Environment(Protocol):
-    """Answers the turns of a policy. It is called on the rank that generates the response, and keeps no state of it.
+    """Answers the turns of a policy. It is called on the rank that generates the response, in threads, for several
+    responses at once, and keeps no state of them. While it answers one response, all others go on.
 
     Its answers become tokens of the response that the policy did not sample: they are not in the loss, have no
     log-prob, and count in lengths (metrics, limits and the overlong penalty). They begin with no blank that they do not
@@ -40,6 +45,34 @@ class Reply:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PendingTurn:
+    """A :class:`~lightrft.rollout.engine.PendingAnswer` of an environment to the response of ``episode``."""
+    episode: Episode
+    renderer: Renderer
+    answer: "Future[str | Reply | None]"
+
+    def done(self) -> bool:
+        """Return True once the environment has answered."""
+        return self.answer.done()
+
+    def result(self) -> Continuation | None:
+        """Wait for the answer, add its numbers to the episode, and return its tokens.
+
+        Raises:
+            UserError: the answer is no text, or a number is not declared.
+        """
+        answer = self.answer.result()
+        reply = answer if isinstance(answer, Reply) else Reply(answer)
+        if not (reply.text is None or isinstance(reply.text, str)):
+            raise UserError(f"the environment answers the prompt {self.episode.prompt.uid!r} with {reply.text!r}; "
+                            "turn() returns a text, or None to end the response")
+        for name, value in reply.numbers.items():
+            NUMBERS.get(name)
+            self.episode.extra[name] = self.episode.extra.get(name, 0) + value
+        return None if reply.text is None else Continuation(self.renderer.encode_inside([reply.text])[0])
+
+
 def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBase,
               so_far: Callable[[int, int], Episode]) -> NextTurn | None:
     """Return the callback of an engine that asks ``environment``; None without one.
@@ -50,32 +83,15 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
     if environment is None:
         return None
 
-    renderer = Renderer(DataConfig(), tokenizer)
+    renderer, pool = Renderer(DataConfig(), tokenizer), ThreadPoolExecutor(_THREADS, "environment")
 
-    def ask(ended: Ended) -> list[Continuation | None]:
+    def ask(ended: Ended) -> list[PendingTurn]:
         begun = [so_far(i, k) for i, k, _ in ended]
         texts = decode_behind(tokenizer, [(episode.prompt.token_ids, episode.response_ids + done.token_ids)
                                           for episode, (*_, done) in zip(begun, ended)])  # yapf: disable
-        answers = [_answer(environment, episode, text) for episode, text in zip(begun, texts)]
-        tokens = iter(renderer.encode_inside([answer for answer in answers if answer is not None]))
-        return [None if answer is None else Continuation(next(tokens)) for answer in answers]
+        turns = [PendingTurn(episode, renderer, pool.submit(environment.turn, episode.prompt, text))
+                 for episode, text in zip(begun, texts)]  # yapf: disable
+        wait([turn.answer for turn in turns], _QUICK_S)
+        return turns
 
     return ask
-
-
-def _answer(environment: Environment, episode: Episode, text: str) -> str | None:
-    """Ask the environment, and add its numbers to the episode.
-
-    Raises:
-        UserError: the answer is no text, or a number is not declared.
-    """
-    answer = environment.turn(episode.prompt, text)
-    reply = answer if isinstance(answer, Reply) else Reply(answer)
-    if not (reply.text is None or isinstance(reply.text, str)):
-        raise UserError(
-            f"the environment answers the prompt {episode.prompt.uid!r} with {reply.text!r}; turn() returns a "
-            "text, or None to end the response")
-    for name, value in reply.numbers.items():
-        NUMBERS.get(name)
-        episode.extra[name] = episode.extra.get(name, 0) + value
-    return reply.text

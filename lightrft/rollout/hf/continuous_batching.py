@@ -1,14 +1,15 @@
-"""Continuous batching: one ``generate`` call of the HF engine, from waiting prompts to finished responses.
+"""Continuous batching: the rounds of the HF engine, from waiting prompts to finished responses.
 
 Rows of the key-value cache are *slots*; a prompt has a *prompt slot*, which all its samples read. A response that has
 ended frees its slot at once. As soon as a share of the slots is free, waiting responses take them. When none waits any
 more, live rows and prompts move to the front, so that matrix products cover only them. The host keeps one small array
-per slot; nothing in the decode loop runs once per row. For a response that resumes, from a prefix or with its next
-turn, the slot is first filled with its tokens; from then on its state is the same as if all of them had been generated
-in this slot.
+per slot; nothing in the decode loop runs once per row.
+
+A response that waits for an answer is *parked*: it keeps its slot while no other response needs one, and then only what
+is appended runs through the model. A response without a slot has its tokens on the host, and its next slot is first
+filled with them. In both cases its state is then the same as if all its tokens had been generated in this slot.
 """
-from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.engine import Completion, Ended, SamplingParams
+from lightrft.rollout.engine import Generated, Key, SamplingParams
 from lightrft.rollout.hf.decode_graph import padded_rows, padded_width, StepGraphs
-from lightrft.rollout.hf.kv_cache import Prefill
+from lightrft.rollout.hf.kv_cache import Extend, Prefill
 from lightrft.rollout.hf.module_calls import Forward
+from lightrft.rollout.hf.open_responses import OpenPrompt, OpenResponse, ResponseQueue
+from lightrft.rollout.hf.slots import ALIVE, Slots
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.sampling import penalised, sample, uniforms
 from lightrft.types import Experience
@@ -30,216 +32,213 @@ from lightrft.utils.tensors import upload
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
 _SLACK = 8  # refill or compact once a share of 1 / _SLACK of the rows is free
-_TOKEN, _POSITION, _COLUMN, _SAMPLE, _ALIVE = range(5)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """A prompt whose samples did not all find a slot: its last logits wait for the next admission."""
-    request: int
-    first_sample: int
-    logits: Tensor  # [1, V]
+StopOf = Callable[[SamplingParams], Tensor]
+_TOKEN, _POSITION, _COLUMN = range(ALIVE)
 
 
 class Generation:
-    """State of one ``generate`` call, on the host and in ``space``; :meth:`run` executes the call.
+    """Slots of one :class:`Workspace` and the responses that they serve; :meth:`step` runs one round.
 
-    ``stop`` [V] bool: the tokens that end a response.
+    Args:
+        params: those of most responses; a step of others as well runs without graphs.
+        stop_of: returns the tokens [V] bool that end a response with given parameters.
+        queue: all unfinished responses; none has a slot.
     """
 
     def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, space: Workspace,
-                 collector: CompletionCollector, params: SamplingParams, stop: Tensor, graphs: StepGraphs) -> None:
-        self.model, self.collector, self.params, self.graphs = model, collector, params, graphs
-        self.cache, self.decode, self.state = (cache := space.cache), space.decode, space.state
-        self.free, self.noise, self.seen = space.free, space.noise, space.seen
-        self.tokens, self.logprobs, self.stop = space.tokens, space.logprobs, space.stop
-        self.decode_pass = decode_pass
-        self.modality = modality
-        self.first = params if params.first_temperature is None else replace(params,
-                                                                             temperature=params.first_temperature)
-        self.stop_ids = set(stop.nonzero()[:, 0].tolist())
-        self.requests = collector.requests
-        sizes = collector.left.copy()
-        self.bounds = np.concatenate([[0], sizes.cumsum()])
-        self.num_samples = int(self.bounds[-1])
-        self.request_of = np.repeat(np.arange(len(sizes)), sizes)
-        self.prompt_len = np.array([len(r.token_ids) for r in self.requests])[self.request_of]
-        begun = [len(prefix) for r in self.requests for prefix in r.prefixes or [[]] * len(r.seeds)]
-        self.begun = np.array(begun, dtype=np.int64)  # tokens that each sample had when it last took a slot
-        self.owner = np.full(cache.plan.slots, -1)  # sample of each slot, -1: free
-        self.count = np.zeros(cache.plan.slots, dtype=np.int64)  # its tokens so far, 0 where free
-        self.tenant = np.full(cache.plan.prompts, -1)  # request whose prompt is in each prompt slot, -1: free
-        self.prompt_slot = np.full(len(sizes), -1)  # the inverse: prompt slot of each request
-        self.shift = np.zeros(len(sizes), dtype=np.int64)  # position after each prompt, less its length (M-RoPE)
-        self.live = 0  # slots from here on are free
-        self.moved = self.padded = False  # rows or prompts changed since the last step; it had sizes rounded up
-        self.waiting = deque(
-            sorted(
-                np.flatnonzero(sizes).tolist(), key=lambda i:
-                (not any(self.requests[i].prefixes), -len(self.requests[i].token_ids))))
-        self.shared: _Shared | None = None
-        self.resuming = deque[int]()  # samples between two turns; their prompts stay in the prompt slots
-        space.begin(stop)
+                 params: SamplingParams, stop_of: StopOf, graphs: StepGraphs, queue: ResponseQueue) -> None:
+        self.model, self.modality, self.decode_pass, self.graphs = model, modality, decode_pass, graphs
+        self.space, self.queue, self.params, self.stop_of = space, queue, params, stop_of
+        self.cache, self.decode, self.state = space.cache, space.decode, space.state
+        self.noise, self.seen, self.tokens, self.logprobs = space.noise, space.seen, space.tokens, space.logprobs
+        self.slots = Slots(space)
+        self.padded = False  # the last step had sizes rounded up
+        self.variants: list[tuple[SamplingParams, np.ndarray]] = []  # parameters of the rows that draw, and the rows
+        space.begin(main := stop_of(params))
+        self.stops = {params.stop_token_ids: (space.stop, set(main.nonzero()[:, 0].tolist()))}
 
-    def _upload(self, values: np.ndarray) -> Tensor:
-        """Copy an array of the host to the device."""
-        return upload(torch.from_numpy(values), self.cache.device)
+    def step(self) -> list[Generated]:
+        """Draw a token for answered and waiting samples if enough slots are free, else for every row; return what has
+        ended."""
+        slots, alive = self.slots, self.slots.alive
+        slots.leave()
+        if self.queue.answered:
+            return self._continue()
+        if waiting := self.queue.waiting:
+            free = self._free_slots(min(max(1, len(alive) // _SLACK), waiting))
+            if len(free) and (begun := self._fill(free)) is not None:
+                return begun
+        elif (dead := int((~alive[:slots.live]).sum())) and dead >= slots.live // _SLACK:
+            slots.compact()
+        return self._step() if alive.any() else []
 
-    def run(self) -> list[list[Completion]]:
-        """Generate all, or until no rank needs more; return responses in the order of requests and seeds."""
-        self._decode()
-        self.collector.store(self._read(np.flatnonzero(self.owner >= 0), "abort"))
-        return self.collector.own
+    def _fill(self, free: np.ndarray) -> list[Generated] | None:
+        """Give the slots ``free`` to responses that wait for one; None if none can take one."""
+        if resumed := self._resumable(len(free)):
+            slots = free[:len(resumed)]
+            return self._draw(resumed, slots, self._restore(resumed, slots))
+        if self.queue.shared is not None:
+            return self._admit_shared(self.queue.shared, free)
+        return self._admit(free)
 
-    def _decode(self) -> None:
-        complete = self.collector.empty
-        while not self.collector.enough(complete):
-            complete, resumed = self.collector.take(self._advance())
-            for i, j in resumed:
-                sample = int(self.bounds[i]) + j
-                self.begun[sample] = len(self.collector.begun(i, j))
-                self.resuming.append(sample)
-
-    def _advance(self) -> Ended:
-        """Draw a token for waiting samples if enough slots are free, else for every row; return what has ended."""
-        self.tenant[self.collector.left[self.tenant] == 0] = -1
-        if waiting := self._waiting_samples():
-            free = np.flatnonzero(self.owner < 0)
-            if len(free) >= min(max(1, len(self.owner) // _SLACK), waiting):
-                if self.resuming:
-                    return self._resume(free)
-                if self.shared is not None:
-                    return self._admit_shared(self.shared, free)
-                if (self.tenant < 0).any():
-                    return self._admit(free)
-        elif (dead := int((self.owner[:self.live] < 0).sum())) and dead >= self.live // _SLACK:
-            self._compact()
-        return self._step()
-
-    def _waiting_samples(self) -> int:
-        shared = self.bounds[self.shared.request + 1] - self.shared.first_sample if self.shared else 0
-        return int(shared) + len(self.resuming) + sum(len(self.requests[i].seeds) for i in self.waiting)
+    # -- room ---------------------------------------------------------------------------------------------------------
+    def _free_slots(self, least: int) -> np.ndarray:
+        """Return the free slots if there are ``least``, after parked responses have left theirs; else none."""
+        missing = least - int((~self.slots.taken).sum())
+        parked = [response.slot for response in self.queue.parked.values() if response.slot >= 0]
+        if missing > len(parked):
+            return np.empty(0, dtype=np.int64)
+        if missing > 0:
+            self.slots.vacate(np.array(parked[:missing]))
+        return np.flatnonzero(~self.slots.taken)
 
     # -- admission ----------------------------------------------------------------------------------------------------
-    def _admit(self, free: np.ndarray) -> Ended:
-        """Fill the slots ``free`` with the samples of new prompts of one prefill pass."""
-        groups: list[int] = []
-        prompt_slots = np.flatnonzero(self.tenant < 0)
-        taken = tokens = 0
-        while self.waiting and taken < len(free) and tokens < _PREFILL_TOKENS and len(groups) < len(prompt_slots):
-            groups.append(self.waiting.popleft())
-            taken += len(self.requests[groups[-1]].seeds)
-            tokens += len(self.requests[groups[-1]].token_ids)
-        samples = np.concatenate([np.arange(self.bounds[i], self.bounds[i + 1]) for i in groups])[:len(free)]
-        source = np.repeat(np.arange(len(groups)), [len(self.requests[i].seeds) for i in groups])[:len(free)]
-        logits = self._prefill(groups, prompt_slots[:len(groups)])
-        if taken > len(samples):
-            self.shared = _Shared(groups[-1], int(samples[-1]) + 1, logits[-1:].clone())
-        return self._start(samples, free[:len(samples)], logits[self._upload(source)])
+    def _admit(self, free: np.ndarray) -> list[Generated] | None:
+        """Fill the slots ``free`` with the samples of new prompts of one prefill pass; None if there is no prompt."""
+        prompts, responses, source = list[OpenPrompt](), list[OpenResponse](), list[int]()
+        waiting, tokens = self.queue.prompts, 0
+        room = self.slots.free_prompts(len(waiting), self.queue.shared)
+        while waiting and len(responses) < len(free) and tokens < _PREFILL_TOKENS and len(prompts) < len(room):
+            prompts.append(prompt := waiting.popleft())
+            source += [len(prompts) - 1] * len(prompt.responses)
+            responses += prompt.responses
+            tokens += prompt.length
+        if not prompts:
+            return None
+        logits = self._prefill(prompts, room[:len(prompts)])
+        responses, rest = responses[:len(free)], responses[len(free):]
+        if rest:
+            self.queue.shared, prompts[-1].responses, prompts[-1].logits = prompts[-1], rest, logits[-1:].clone()
+        return self._start(responses, free[:len(responses)], logits[self.slots.upload(source[:len(responses)])])
 
-    def _admit_shared(self, shared: _Shared, free: np.ndarray) -> Ended:
+    def _admit_shared(self, prompt: OpenPrompt, free: np.ndarray) -> list[Generated]:
         """Fill the slots ``free`` with the other samples of the shared prompt."""
-        self.shared = None
-        end = int(self.bounds[shared.request + 1])
-        samples = np.arange(shared.first_sample, end)[:len(free)]
-        if samples[-1] + 1 < end:
-            self.shared = replace(shared, first_sample=int(samples[-1]) + 1)
-        return self._start(samples, free[:len(samples)], shared.logits.expand(len(samples), -1))
+        assert prompt.logits is not None
+        logits, responses, prompt.responses = prompt.logits, prompt.responses[:len(free)], prompt.responses[len(free):]
+        if not prompt.responses:
+            self.queue.shared, prompt.logits = None, None
+        return self._start(responses, free[:len(responses)], logits.expand(len(responses), -1))
 
-    def _resume(self, free: np.ndarray) -> Ended:
-        """Fill the slots ``free`` with samples that begin their next turn."""
-        samples = np.array([self.resuming.popleft() for _ in range(min(len(free), len(self.resuming)))])
-        slots = free[:len(samples)]
-        return self._draw(samples, slots, self._restore(samples, slots), self.params)
+    def _resumable(self, most: int) -> list[OpenResponse]:
+        """Take up to ``most`` begun responses from the queue whose prompts have a prompt slot, perhaps anew."""
+        first = [self.queue.resuming[i] for i in range(min(most, len(self.queue.resuming)))]
+        absent = list(dict.fromkeys(response.prompt for response in first if response.prompt.slot < 0))
+        if absent and (room := self.slots.free_prompts(len(absent), self.queue.shared)):
+            self._prefill(absent[:len(room)], room[:len(absent)])
+        ready = [response for response in first if response.prompt.slot >= 0]
+        for response in ready:
+            self.queue.resuming.remove(response)
+        return ready
 
-    def _prefill(self, groups: list[int], prompt_slots: np.ndarray) -> Tensor:
-        """Run each prompt of ``groups`` once, into its prompt slot; return last-token logits [prompts, V]."""
-        self.prompt_slot[groups], self.tenant[prompt_slots] = prompt_slots, groups
-        prompts = [self.requests[i].token_ids for i in groups]
-        inputs = self._inputs(groups, prompts)
-        view = Prefill(self.cache, inputs.pop("packing"), prompt_slots)
-        if any(self.requests[i].media for i in groups):
+    def _prefill(self, prompts: list[OpenPrompt], slots: list[int]) -> Tensor:
+        """Run each prompt once, into its prompt slot; return last-token logits [prompts, V]."""
+        self.slots.seat(prompts, slots)
+        inputs = self._inputs(prompts, [prompt.request.token_ids for prompt in prompts])
+        view = Prefill(self.cache, inputs.pop("packing"), np.array(slots))
+        if any(prompt.request.media for prompt in prompts):
             last = inputs["position_ids"].flatten(0, -2)[-3:, view.last].amax(0)  # of four rows the first is the index
-            self.shift[groups] = (last + 1).cpu().numpy() - [len(prompt) for prompt in prompts]
+            for prompt, position in zip(prompts, last.tolist()):
+                prompt.shift = position + 1 - prompt.length
         return self._forward(inputs, view)
 
-    def _inputs(self, requests: list[int], sequences: list[list[int]]) -> dict[str, Any]:
-        """Pack sequences that begin with the prompts of ``requests`` for one forward pass."""
-        exp = Experience.pack(sequences, prompt_lens=[len(self.requests[i].token_ids) for i in requests],
-                              media=[self.requests[i].media for i in requests])
+    def _inputs(self, prompts: list[OpenPrompt], sequences: list[list[int]]) -> dict[str, Any]:
+        """Pack sequences that begin with ``prompts`` for one forward pass."""
+        exp = Experience.pack(sequences, prompt_lens=[prompt.length for prompt in prompts],
+                              media=[prompt.request.media for prompt in prompts])
         return self.modality.inputs(exp.to(self.cache.device), self.model)
 
-    def _start(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor) -> Ended:
-        """Assign slots to samples and draw a token for each; ``logits`` [k, V] are those after their prompts."""
-        fresh, ended = self.begun[samples] == 0, []
-        if fresh.any():
-            ended += self._draw(samples[fresh], slots[fresh], logits[self._upload(np.flatnonzero(fresh))], self.first)
-        if not fresh.all():
-            begun = self._restore(samples[~fresh], slots[~fresh])
-            ended += self._draw(samples[~fresh], slots[~fresh], begun, self.params)
-        return ended
+    def _start(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[Generated]:
+        """Assign slots to responses and draw a token for each; ``logits`` [k, V] are those after their prompts."""
+        fresh = np.array([not response.token_ids for response in responses])
+        new, begun = ([responses[i] for i in np.flatnonzero(chosen)] for chosen in (fresh, ~fresh))
+        ended = self._draw(new, slots[fresh], logits[self.slots.upload(np.flatnonzero(fresh))]) if new else []
+        return ended + (self._draw(begun, slots[~fresh], self._restore(begun, slots[~fresh])) if begun else [])
 
-    def _restore(self, samples: np.ndarray, slots: np.ndarray) -> Tensor:
-        """Run the tokens of begun ``samples``, what follows their prompts into ``slots``; return last-token logits
+    def _restore(self, responses: list[OpenResponse], slots: np.ndarray) -> Tensor:
+        """Run the tokens of begun responses, what follows their prompts into ``slots``; return last-token logits
         [k, V]."""
-        lengths = self.prompt_len[samples] + self.begun[samples]
-        passes, logits = (lengths.cumsum() - lengths) // _PREFILL_TOKENS, []
-        for part in (passes == number for number in np.unique(passes)):
-            inputs = self._inputs(self.request_of[samples[part]].tolist(), [self._tokens(s) for s in samples[part]])
-            view = Prefill(self.cache, inputs.pop("packing"), slots[part], self.prompt_len[samples[part]])
-            logits.append(self._forward(inputs, view))
+        lengths, logits = np.array([len(response.all_ids) for response in responses]), []
+        for group in _passes(lengths):
+            some = [responses[i] for i in group]
+            inputs = self._inputs([response.prompt for response in some], [response.all_ids for response in some])
+            skip = np.array([response.prompt.length for response in some])
+            logits.append(self._forward(inputs, Prefill(self.cache, inputs.pop("packing"), slots[group], skip)))
         return torch.cat(logits)
 
-    def _tokens(self, sample: int) -> list[int]:
-        """Tokens of a sample that is not in a slot: its prompt and what follows."""
-        i = int(self.request_of[sample])
-        return self.requests[i].token_ids + self.collector.begun(i, sample - int(self.bounds[i]))
+    # -- answers ------------------------------------------------------------------------------------------------------
+    def _continue(self) -> list[Generated]:
+        """Draw the next token of answered responses, which still have their slots."""
+        responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.key), []
+        lengths, logits = np.array([len(response.all_ids) for response in responses]), []
+        for group in _passes(lengths):
+            logits.append(self._extend([responses[i] for i in group]))
+        return self._draw(responses, np.array([response.slot for response in responses]), torch.cat(logits))
 
-    def _draw(self, samples: np.ndarray, slots: np.ndarray, logits: Tensor, params: SamplingParams) -> Ended:
-        """Draw the next token of samples from ``logits`` [k, V]; from now on their slots are live."""
-        begun = self.begun[samples]
-        after = self.prompt_len[samples] + self.shift[self.request_of[samples]]
-        index, ids, column, start = map(self._upload, (slots, samples, begun, after))
+    def _extend(self, responses: list[OpenResponse]) -> Tensor:
+        """Run the last drawn token of responses, and what is appended to it, into their slots; return last-token logits
+        [k, V]."""
+        slots = np.array([response.slot for response in responses])
+        begins, ends = self.slots.count[slots] - 1, np.array([len(response.token_ids) for response in responses])
+        prompts = [response.prompt for response in responses]
+        lengths = np.array([prompt.length for prompt in prompts])
+        view = Extend(self.cache, np.array([prompt.slot for prompt in prompts]), lengths, slots, begins, ends - begins)
+        after = lengths + [prompt.shift for prompt in prompts]
+        tokens = [token for response, begin in zip(responses, begins) for token in response.token_ids[begin:]]
+        positions = np.concatenate([start + np.arange(a, b) for start, a, b in zip(after, begins, ends)])
+        ids, at = (self.slots.upload(values)[None] for values in (tokens, positions))
+        return self._forward({"input_ids": ids, "position_ids": at, "attention_mask": None, "use_cache": False}, view)
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+    def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[Generated]:
+        """Draw the next token of responses from ``logits`` [k, V]; from now on their slots are live."""
+        parts = _by_params([response.next_params for response in responses])
+        if len(parts) > 1:
+            return [one for _, rows in parts for one in self._draw([responses[i] for i in rows], slots[rows],
+                                                                   logits[self.slots.upload(rows)])]  # yapf: disable
+        begun = np.array([len(response.token_ids) for response in responses])
+        after = [response.prompt.length + response.prompt.shift for response in responses]
+        index, column, start = map(self.slots.upload, (slots, begun, after))
         state = torch.zeros_like(self.state[:, :len(slots)])
-        state[_POSITION], state[_COLUMN], state[_SAMPLE], state[_ALIVE] = start + column - 1, column - 1, ids, 1
+        state[_POSITION], state[_COLUMN], state[ALIVE] = start + column - 1, column - 1, 1
         if self.noise is not None:
-            seeds = [self.requests[self.request_of[s]].seeds[s - self.bounds[self.request_of[s]]] for s in samples]
-            self.noise[index] = self._upload(uniforms(seeds, self.params.max_new_tokens))
-        self.owner[slots], self.count[slots], self.moved = samples, begun + 1, True
-        self.live = max(self.live, int(slots.max()) + 1)
-        seen = self._seen_by(samples)
-        done = self._record(state, logits, None if self.noise is None else self.noise[index, column], params, seen)
+            seeds = [response.seed for response in responses]
+            self.noise[index] = self.slots.upload(uniforms(seeds, self.noise.shape[1]))
+        self.slots.occupy(responses, slots, begun + 1)
+        seen = self._seen_by(responses)
+        noise = None if self.noise is None else self.noise[index, column]
+        done = self._record(state, index, logits, noise, seen, parts[0][0])
         self.state[:, index] = state
         if self.seen is not None and seen is not None:
             self.seen[index] = seen
-        return self._retire(slots[done.cpu().numpy()])
+        return self._end(slots[done.cpu().numpy()])
 
-    def _seen_by(self, samples: np.ndarray) -> Tensor | None:
-        """Return the tokens [k, V] of the prompts and responses of samples that are not in a slot."""
+    def _seen_by(self, responses: list[OpenResponse]) -> Tensor | None:
+        """Return the tokens [k, V] of the prompts and responses."""
         if self.seen is None:
             return None
-        seen = torch.zeros(len(samples), self.seen.shape[1], dtype=torch.bool)
-        for row, number in zip(seen, samples):
-            row[self._tokens(number)] = True
+        seen = torch.zeros(len(responses), self.seen.shape[1], dtype=torch.bool)
+        for row, response in zip(seen, responses):
+            row[response.all_ids] = True
         return upload(seen, self.cache.device)
 
-    # -- decoding -----------------------------------------------------------------------------------------------------
-    def _forward(self, inputs: dict[str, Any], view: Prefill) -> Tensor:
+    def _forward(self, inputs: dict[str, Any], view: Prefill | Extend) -> Tensor:
         return self.modality.logits(self.model, view.last, kv_cache=view, **inputs)
 
-    def _step(self) -> Ended:
+    def _step(self) -> list[Generated]:
         """Draw the next token of every row."""
-        padded = self.graphs.enabled
-        if self.moved or padded != self.padded:
+        slots, padded = self.slots, self.graphs.enabled
+        if slots.moved or padded != self.padded:
             self._arrange(padded)
-        width = int(self.count[:self.live].max())
+        width = int(slots.count[:slots.live].max())
         if padded:
             width = padded_width(width, self.cache.plan.length)
         rows = self.decode.live
-        done = self.graphs.run((self.decode.shape, width), partial(self._compute, rows, width))
-        self.count[:rows] += self.owner[:rows] >= 0
+        compute = partial(self._compute, rows, width)
+        usual = [params for params, _ in self.variants] == [self.params]
+        done = self.graphs.run((self.decode.shape, width), compute) if usual else compute()
+        slots.count[:rows] += slots.alive[:rows]
         finished = np.flatnonzero(done.cpu().numpy())  # the one sync of a step
-        return self._retire(finished) if len(finished) else []
+        return self._end(finished) if len(finished) else []
 
     def _compute(self, live: int, width: int) -> Tensor:
         """Run the device's part of a step: rows below ``live``, responses below ``width``; return which ended."""
@@ -247,77 +246,98 @@ class Generation:
         self.decode.advance(state[_COLUMN], width)
         logits = self.decode_pass(state[_TOKEN, None], state[_POSITION, None], self.decode)
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
-        return self._record(state, logits, noise, self.params, None if self.seen is None else self.seen[:live])
+        seen = None if self.seen is None else self.seen[:live]
+        if len(self.variants) == 1:
+            return self._record(state, self.space.rows[:live], logits, noise, seen, self.variants[0][0])
+        done = torch.zeros(live, dtype=torch.bool, device=state.device)
+        for params, rows in self.variants:
+            index = self.slots.upload(rows)
+            some, noise_of, seen_of = state[:, index], *(None if x is None else x[index] for x in (noise, seen))
+            done[index] = self._record(some, index, logits[index], noise_of, seen_of, params)
+            state[:, index] = some
+            if seen is not None and seen_of is not None:
+                seen[index] = seen_of
+        return done
 
     def _arrange(self, padded: bool) -> None:
         """Pass to the attention the prompt slot and the prompt length that each row reads; ``padded``: some more rows,
         which are free."""
-        owner = self.owner[:padded_rows(self.live, len(self.owner)) if padded else self.live]
-        alive = owner >= 0
-        self.decode.arrange(np.where(alive, self.prompt_slot[self.request_of[owner]], -1),
-                            np.where(alive, self.prompt_len[owner], 0), padded)
-        self.moved, self.padded = False, padded
+        live, alive = self.slots.live, self.slots.alive
+        rows, drawing = padded_rows(live, len(alive)) if padded else live, np.flatnonzero(alive)
+        responses = self.slots.of(drawing)
+        slots, lengths = np.full(rows, -1), np.zeros(rows, dtype=np.int64)
+        slots[drawing] = [response.prompt.slot for response in responses]
+        lengths[drawing] = [response.prompt.length for response in responses]
+        self.decode.arrange(slots, lengths, padded)
+        self.variants = [(params, drawing[rows]) for params, rows in _by_params([one.params for one in responses])]
+        self.slots.moved, self.padded = False, padded
 
-    def _record(self, state: Tensor, logits: Tensor, noise: Tensor | None, params: SamplingParams,
-                seen: Tensor | None) -> Tensor:
-        """Draw and store one token per column of ``state`` [5, k] and row of ``seen`` [k, V], in place; return which
-        responses ended, bool [k]."""
+    def _record(self, state: Tensor, rows: Tensor, logits: Tensor, noise: Tensor | None, seen: Tensor | None,
+                params: SamplingParams) -> Tensor:
+        """Draw and store one token per column of ``state`` [4, k] and row of ``seen`` [k, V], in place, as results of
+        the slots ``rows`` [k]; return which responses ended, bool [k]."""
         if seen is not None:
             logits = penalised(logits.float(), seen, params.repetition_penalty)
         tokens, logprobs = sample(logits, noise, params)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
-        where = (state[_SAMPLE], state[_COLUMN] + 1)
+        where = (rows, state[_COLUMN] + 1)
         self.tokens[where], self.logprobs[where] = tokens, logprobs
         state[_TOKEN] = tokens
-        state[_POSITION:_COLUMN + 1] += state[_ALIVE]
-        return (self.stop[tokens] | (state[_COLUMN] == self.params.max_new_tokens - 1)) & (state[_ALIVE] == 1)
+        state[_POSITION:_COLUMN + 1] += state[ALIVE]
+        stop = self._stop(params)[0]
+        return (stop[tokens] | (state[_COLUMN] == params.max_new_tokens - 1)) & (state[ALIVE] == 1)
+
+    def _stop(self, params: SamplingParams) -> tuple[Tensor, set[int]]:
+        """Return the tokens that end a response: [V] bool on the device, and as a set."""
+        if params.stop_token_ids not in self.stops:
+            stop = self.stop_of(params)
+            self.stops[params.stop_token_ids] = upload(stop, self.cache.device), set(stop.nonzero()[:, 0].tolist())
+        return self.stops[params.stop_token_ids]
 
     # -- leaving ------------------------------------------------------------------------------------------------------
-    def _retire(self, slots: np.ndarray) -> Ended:
-        """Free ``slots``; return what they have drawn."""
-        ended = self._read(slots)
-        self.owner[slots], self.count[slots] = -1, 0
-        self.state[:, self._upload(slots)] = self.free
+    def _end(self, slots: np.ndarray) -> list[Generated]:
+        """Report what ``slots`` have drawn up to a stop token or the last that they may draw; free or park them."""
+        responses = self.slots.fetch(slots)
+        ended, parked = list[Generated](), list[int]()
+        for response in responses:
+            stopped = response.token_ids[-1] in self._stop(response.params)[1]
+            ended.append(response.report("stop" if stopped else "length"))
+            if response.waits and stopped and response.has_room:
+                self.queue.parked[response.key] = response
+                parked.append(response.slot)
+            else:
+                self.queue.finish(response)
+        self.slots.park(parked)
+        gone = [response.slot for response in responses if response.key not in self.queue.open]
+        self.slots.vacate(np.array(gone, dtype=np.int64))
         return ended
 
-    def _read(self, slots: np.ndarray, reason: str = "") -> Ended:
-        """Fetch what ``slots`` have drawn since their samples took them, in the order of the samples. ``reason``: why
-        they end; empty: by their last token."""
-        slots = slots[self.owner[slots].argsort()]
-        samples, ends = self.owner[slots], self.count[slots]
-        index, width = self._upload(samples), int(ends.max(initial=0))
-        rows = (x[index, :width].tolist() for x in (self.tokens, self.logprobs))
-        parts: Ended = []
-        for s, end, tokens, logprobs in zip(samples.tolist(), ends.tolist(), *rows):
-            i, begun = int(self.request_of[s]), int(self.begun[s])
-            why = reason or ("stop" if tokens[end - 1] in self.stop_ids else "length")
-            parts.append((i, s - int(self.bounds[i]), Completion(tokens[begun:end], logprobs[begun:end], why)))
-        return parts
+    def abort(self, keys: Iterable[Key]) -> list[Generated]:
+        """End responses; return what those have drawn that did not wait for an answer."""
+        opened = {key: self.queue.open[key] for key in keys if key in self.queue.open}
+        slots = np.array([response.slot for response in opened.values() if response.slot >= 0], dtype=np.int64)
+        self.slots.fetch(slots[self.slots.alive[slots]])
+        ended = self.queue.abort(opened)
+        self.slots.vacate(slots)
+        return ended
 
-    def _compact(self) -> None:
-        """Move the live rows and prompts at the end into the gaps at the front."""
-        self.moved = True
-        source, target = _gaps(self.owner[:self.live])
-        moved, to, width = self._upload(source), self._upload(target), self.count.max()
-        rows = self.cache.rows.data
-        rows[:, :, to, :, :width] = rows[:, :, moved, :, :width]
-        self.state[:, to] = self.state[:, moved]
-        self.state[:, moved] = self.free  # sizes that are rounded up reach them
-        for drawn in (self.noise, self.seen):
-            if drawn is not None:
-                drawn[to] = drawn[moved]
-        for host, free in ((self.owner, -1), (self.count, 0)):
-            host[target], host[source] = host[source], free
-        self.live = int((self.owner >= 0).sum())
-        source, target = _gaps(self.tenant)
-        prompts = self.cache.prompts.data
-        prompts[:, :, self._upload(target)] = prompts[:, :, self._upload(source)]
-        self.prompt_slot[self.tenant[source]] = target
-        self.tenant[target], self.tenant[source] = self.tenant[source], -1
+    def evict_all(self) -> None:
+        """Take all slots away; responses resume from their tokens, on the host, in another workspace."""
+        self.queue.requeue_all()
+        self.queue.resuming.extendleft(reversed(self.slots.fetch(np.flatnonzero(self.slots.alive))))
+        self.slots.vacate_all()
 
 
-def _gaps(owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the entries >= 0 to move, and their targets, so that all such entries stand at the front."""
-    alive = np.flatnonzero(owners >= 0)
-    return alive[alive >= len(alive)], np.flatnonzero(owners[:len(alive)] < 0)
+def _passes(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of the sequences of each prefill pass."""
+    passes = (lengths.cumsum() - lengths) // _PREFILL_TOKENS
+    return [np.flatnonzero(passes == number) for number in np.unique(passes)]
+
+
+def _by_params(params: Sequence[SamplingParams]) -> list[tuple[SamplingParams, np.ndarray]]:
+    """Indices of the rows of each set of parameters."""
+    distinct = dict.fromkeys(params)
+    if len(distinct) == 1:
+        return [(params[0], np.arange(len(params)))]
+    return [(one, np.array([i for i, other in enumerate(params) if other == one])) for one in distinct]

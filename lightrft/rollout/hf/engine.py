@@ -1,6 +1,7 @@
 """The embedded rollout engine: continuous batching on a ``transformers`` causal language model, in this process."""
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,15 +20,16 @@ from lightrft.models.cpu_linear import packed_weights, use_onednn
 from lightrft.models.rope import adapt, fixed_length, ropes
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
+from lightrft.rollout.collector import CompletionCollector, generate
+from lightrft.rollout.engine import (Arrived, Completion, Finished, Generated, Key, NextTurn, Request, SamplingParams,
+                                     check_requests, stop_ids)
 from lightrft.rollout.hf.continuous_batching import Generation
-from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
-                                     stop_ids)
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
 from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
-from lightrft.rollout.hf.workspace import Sizes, Workspace
+from lightrft.rollout.hf.open_responses import OpenResponse, ResponseQueue
+from lightrft.rollout.hf.workspace import covering, Sizes, Workspace
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.sharding import is_whole
@@ -40,18 +42,18 @@ _ANY = 1 << 62  # tokens: no limit
 
 @contextlib.contextmanager
 def _inference(model: nn.Module) -> Iterator[None]:
-    """Context of evaluation mode without gradients, in which the logits are those of the trainer: not rounded to
-    bfloat16. Afterwards every submodule has its former mode again, and the head computes as before."""
+    """Context of evaluation mode, in which the logits are those of the trainer: not rounded to bfloat16. Afterwards
+    every submodule has its former mode again, and the head computes as before."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    training = [module for module in model.modules() if module.training]
+    training, before = [module for module in model.modules() if module.training], vars(head).get("forward")
     for module in training:
         module.training = False
     vars(head)["forward"] = lambda hidden: full_logits(hidden, head.weight, head.bias)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        del vars(head)["forward"]
+        vars(head).pop("forward", None)
+        vars(head).update({} if before is None else {"forward": before})
         for module in training:
             module.training = True
 
@@ -62,6 +64,11 @@ def _resized(tensor: Tensor, size: int) -> int:
     before = storage.nbytes()
     storage.resize_(size)
     return before
+
+
+def _longest(opened: list[OpenResponse]) -> int:
+    """Most tokens that a prompt and its response may have."""
+    return max(response.prompt.length + response.params.max_new_tokens for response in opened)
 
 
 class HFEngine:
@@ -100,6 +107,9 @@ class HFEngine:
         self._probed: tuple[KVSpec, Forward] | None = None
         self._space: Workspace | None = None
         self._graphs = StepGraphs(self._device)
+        self._queue, self._aborted, self._submitted = ResponseQueue(), list[Generated](), 0
+        self._generation: Generation | None = None  # of the open responses, while its session lasts
+        self._session, self._unplanned, self._length = contextlib.ExitStack(), False, 0
         self.fuses = self._device.type == "cuda"  # decode steps take fused layers; on CPUs launches cost little
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
@@ -111,28 +121,101 @@ class HFEngine:
             ValueError: for a request that cannot be run, or a cache budget that does not hold one sequence.
         """
         self._check(requests, params)
-        if not requests:
-            return []
         collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
-        longest = max(len(request.token_ids) for request in requests) + params.max_new_tokens
-        with _inference(self.model), fixed_length(self.model, self.longest or longest):
-            spec, decode_pass = self._probe()
-            joined = decode_pass.refresh() if isinstance(decode_pass, FusedCalls) else ()
-            space = self._space_for(self._plan(spec, requests, params), spec, collector, params, joined)
-            generation = Generation(self.model, self.modality, decode_pass, space, collector, params,
-                                    self._stop_mask(params), self._graphs)
-            with packed_weights(self.modality.body(self.model)), contextlib.ExitStack() as after_an_error:
-                after_an_error.callback(self._release)  # its memory is for what follows
-                responses = generation.run()
-                after_an_error.pop_all()
-        return responses
+        with self._empty_after_an_error():
+            return generate(self, collector, params)
 
-    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+    def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`; errors as of :meth:`generate`."""
+        self._check(requests, params)
+        first, self._submitted = self._submitted, self._submitted + len(requests)
+        self._queue.submit(requests, params, waits, first)
+        self._unplanned = True
+        return first
+
+    @torch.no_grad()
+    def step(self) -> list[Generated]:
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.step`."""
+        if self._aborted or not self._queue.open:
+            aborted, self._aborted = self._aborted, []
+            return aborted
+        self._check_ready()
+        with self._empty_after_an_error():
+            ended = self._running().step()
+        if not self._queue.open:
+            self._pause()
+        return ended
+
+    def resume(self, key: Key, token_ids: list[int], params: SamplingParams | None = None) -> None:
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.resume`."""
+        self._queue.resume(key, token_ids, params)
+        self._unplanned |= params is not None
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.abort`."""
+        self._aborted += self._generation.abort(keys) if self._generation else self._queue.abort(keys)
+        if not self._queue.open:
+            self._pause()
+
+    def _check_ready(self) -> None:
         if self._asleep:
             raise RuntimeError("the HF engine is asleep: call wake() before generate()")
         if not self._ready:
             raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
+
+    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+        self._check_ready()
         check_requests(requests, params, "HF", self._vocabulary, takes_media=self.modality.media is not None)
+
+    # -- the running generation ---------------------------------------------------------------------------------------
+    def _running(self) -> Generation:
+        """Return the generation of the open responses, in a new workspace if the last one does not suit them."""
+        if self._generation is None or self._unplanned:
+            opened = list(self._queue.open.values())
+            if self._generation is None or not self._suits(opened):
+                self._pause()
+                self._begin(opened)
+            self._unplanned = False
+        return cast(Generation, self._generation)
+
+    def _suits(self, opened: list[OpenResponse]) -> bool:
+        """Return True if the workspace takes all of ``opened``, and another would have less than twice its slots."""
+        plan, params, space = self._plan(opened), covering(one.params for one in opened), cast(Workspace, self._space)
+        held = space.cache.plan
+        return (space.takes(params) and plan.prompt_len <= held.prompt_len and plan.slots < 2 * held.slots
+                and (self.longest or _longest(opened) <= self._length))
+
+    def _begin(self, opened: list[OpenResponse]) -> None:
+        """Bring the model into the state of generation, and give ``opened`` a workspace."""
+        params, self._length = covering(response.params for response in opened), self.longest or _longest(opened)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_inference(self.model))
+            stack.enter_context(fixed_length(self.model, self._length))
+            spec, decode_pass = self._probe()
+            joined = decode_pass.refresh() if isinstance(decode_pass, FusedCalls) else ()
+            space = self._space_for(self._plan(opened), spec, params, joined)
+            stack.enter_context(packed_weights(self.modality.body(self.model)))
+            self._session = stack.pop_all()
+        self._generation = Generation(self.model, self.modality, decode_pass, space, params, self._stop_mask,
+                                      self._graphs, self._queue)
+
+    @contextlib.contextmanager
+    def _empty_after_an_error(self) -> Iterator[None]:
+        """Context in which an error ends all responses and frees the memory, which is for what follows."""
+        try:
+            yield
+        except BaseException:
+            self._queue, self._aborted, self._generation = ResponseQueue(), [], None
+            self._session.close()
+            self._release()
+            raise
+
+    def _pause(self) -> None:
+        """Take all slots away, and let the model train; the next step fills the slots again."""
+        if self._generation is not None and self._queue.open:
+            self._generation.evict_all()
+        self._generation = None
+        self._session.close()
 
     @property
     def _vocabulary(self) -> int:
@@ -157,31 +240,30 @@ class HFEngine:
         adapted = any(".lora_" in name for name, _ in self.model.named_parameters())
         return total_memory(self._device) // (HF_MERGED_PART if adapted else HF_FUSED_PART)
 
-    def _plan(self, spec: KVSpec, requests: list[Request], params: SamplingParams) -> KVPlan:
+    def _plan(self, opened: list[OpenResponse]) -> KVPlan:
         """Plan a cache of as many slots as are needed and affordable; on a GPU for prompts that are somewhat longer, if
         that takes no slot."""
+        sizes, new = Counter(response.prompt for response in opened), max(one.params.max_new_tokens for one in opened)
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
-        prompt, token = max(len(request.token_ids) for request in requests), spec.bytes_per_token
-        fit = partial(KVPlan.fit, self.kv_bytes // token, [len(request.seeds) for request in requests],
-                      length=max(1, params.max_new_tokens - 1), most=self.max_seqs)
+        prompt, token = max(prompt.length for prompt in sizes), self._probe()[0].bytes_per_token
+        fit = partial(KVPlan.fit, self.kv_bytes // token, list(sizes.values()), length=max(1, new - 1),
+                      most=self.max_seqs)
         plan = fit(prompt)
         if plan.slots < 1:
-            raise UserError(f"one sequence of {prompt} prompt + {params.max_new_tokens} new tokens needs "
-                            f"{(prompt + params.max_new_tokens - 1) * token / _MIB:.1f} MiB of key-value cache, the "
+            raise UserError(f"one sequence of {prompt} prompt + {new} new tokens needs "
+                            f"{(prompt + new - 1) * token / _MIB:.1f} MiB of key-value cache, the "
                             f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
                             f"--generate_max_len")
         padded = fit(padded_width(prompt, _ANY)) if self._device.type == "cuda" else plan
         return padded if padded.slots == plan.slots else plan
 
-    def _space_for(self, plan: KVPlan, spec: KVSpec, collector: CompletionCollector, params: SamplingParams,
-                   joined: tuple[int, ...]) -> Workspace:
+    def _space_for(self, plan: KVPlan, spec: KVSpec, params: SamplingParams, joined: tuple[int, ...]) -> Workspace:
         """The tensors of the last call when they fit, with the graphs that use them, else new ones; ``joined``: the
         addresses of joined weights."""
         held = [*self.model.parameters(), *self.model.buffers()]
         model = *joined, *(tensor.data_ptr() for tensor in held), *map(attrgetter("fixed"), ropes(self.model))
-        sizes = Sizes.of(replace(params, stop_token_ids=()), int(collector.left.sum()), len(self._stop_mask(params)),
-                         model, self._device.type == "cuda")
+        sizes = Sizes(replace(params, stop_token_ids=()), len(self._stop_mask(params)), model)
         if self._space is None or not self._space.fits(plan, sizes):
             cache = self._cache if self._cache is not None and self._cache.plan == plan else None
             self._forget()  # freed before the new one is allocated
@@ -215,6 +297,7 @@ class HFEngine:
         Raises:
             ValueError: a name is unknown, missing or has another shape; the engine then refuses to generate.
         """
+        self._pause()
         if self.owns_model:
             self._ready = False
             held = dict(self.model.named_parameters())
@@ -239,6 +322,7 @@ class HFEngine:
     def sleep(self) -> None:
         """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all. On
         a GPU both stay if they take a small part of its memory, and so do the graphs."""
+        self._pause()
         if not self._small:
             self._release()
             if self.owns_model and not self._asleep:
@@ -263,6 +347,7 @@ class HFEngine:
 
     def shutdown(self) -> None:
         """Free the cache, and the model if it is the engine's own."""
+        self._pause()
         self._release()
         self.sleep()
         self._ready, self._probed = False, None

@@ -303,3 +303,59 @@ class Decode:
     def _ungroup(self, x: Tensor) -> Tensor:
         """Undo :meth:`_group`."""
         return x.view(len(self.to_prompts), -1, x.shape[-1]).index_select(0, self.to_rows)  # faster than x[i] on CPUs
+
+
+class Extend:
+    """Attention of the tokens that are appended to rows, packed one row after another, over prompt and row.
+
+    Row ``slots[i]``, behind ``lengths[i]`` tokens of ``prompt_slots[i]``, gets ``counts[i]`` tokens, the first of which
+    has the index ``begins[i]`` in the row. Rows are padded to the longest: a call should take a few alike.
+    """
+
+    def __init__(self, cache: KVCache, prompt_slots: np.ndarray, lengths: np.ndarray, slots: np.ndarray,
+                 begins: np.ndarray, counts: np.ndarray) -> None:
+        self.cache, self.most = cache, int(counts.max())
+        self.longest, self.width = int(lengths.max()), int((begins + counts).max())
+        row = np.repeat(np.arange(len(slots)), counts)
+        offset = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
+        prompt, slot, place, column, last = (upload(torch.from_numpy(x), cache.device)
+                                             for x in (prompt_slots, slots, row * self.most + offset,
+                                                       begins[row] + offset, counts.cumsum() - 1))
+        self.prompt, self.slot, self.place, self.last = prompt, slot, place, last
+        self.index = (cache.rows.first[upload(torch.from_numpy(slots[row]), cache.device)] + column[:, None]).flatten()
+        self._positions(lengths, begins)
+
+    def _positions(self, lengths: np.ndarray, begins: np.ndarray) -> None:
+        """Place keys and padded queries in their sequences; a query sees its prompt, and its row up to itself."""
+        size, device = len(lengths), self.cache.device
+        length, begin = (upload(torch.from_numpy(x), device)[:, None] for x in (lengths, begins))
+        of_prompt, of_row = (torch.arange(n, device=device).expand(size, -1) for n in (self.longest, self.width))
+        self.keys_at = torch.cat([of_prompt, length + of_row], 1)[:, None]
+        self.queries_at = (length + begin + torch.arange(self.most, device=device))[..., None]
+        stored = torch.cat([of_prompt < length, torch.ones_like(of_row, dtype=torch.bool)], 1)[:, None]
+        self.seen = stored & (self.keys_at <= self.queries_at)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+               softcap: float | None = None) -> Tensor:
+        """Store the new keys and values, then attend."""
+        spec, rows = self.cache.spec, len(self.slot)
+        self.cache.rows.write(layer, self.index, key, value)
+        keys, values = (self._stored(layer, part) for part in (0, 1))
+        heads = query.shape[1] // spec.heads
+        padded = query.new_zeros(rows * self.most, query.shape[1], spec.dim)
+        padded[self.place] = query[0].transpose(0, 1)
+        padded = padded.view(rows, self.most, spec.heads, heads, spec.dim).permute(0, 2, 3, 1, 4)
+        scores = _product(padded.flatten(0, 1).flatten(1, 2).to(spec.dtype), keys.mT)
+        scores.mul_(spec.dim**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = self.seen if window is None else self.seen & (self.keys_at > self.queries_at - window)
+        weights = scores.view(*padded.shape[:4], -1).masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+        attended = torch.bmm(weights.to(spec.dtype).flatten(0, 1).flatten(1, 2), values).view(padded.shape)
+        return attended.permute(0, 3, 1, 2, 4).reshape(rows * self.most, -1, spec.dim)[self.place][None]
+
+    def _stored(self, layer: int, part: int) -> Tensor:
+        """Keys (``part`` 0) or values (1) [rows * heads, tokens, dim] of prompts and rows."""
+        prompts = self.cache.prompts.data[layer, part][self.prompt, :, :self.longest]
+        rows = self.cache.rows.data[layer, part][self.slot, :, :self.width]
+        return torch.cat([prompts, rows], 2).flatten(0, 1)

@@ -150,8 +150,8 @@ class SGLangRun:
 
     def ended(self) -> Ended:
         """Start a part of each response in ``self.next``, and wait; return the parts that have ended since the last
-        call."""
-        return self.native.run(self._some)
+        call. Without any, as all wait for answers, there is nothing to wait for."""
+        return self.native.run(self._some) if self.next or self.drawing else []
 
     def abort(self) -> Ended:
         """Stop what is unfinished; return it as it is."""

@@ -118,8 +118,7 @@ class SGLangEngine:
             self._collect(run, collector)
         finally:  # after an error too, or the next call would resume what is left
             rest = run.abort() if run else []
-        collector.store(completions_of_first(rest, self.group))
-        return collector.own
+        return collector.finish(completions_of_first(rest, self.group))
 
     def _collect(self, run: SGLangRun | None, collector: CompletionCollector) -> None:
         """Collect responses, round by round on all ranks of the group, until all ended or every rank has enough."""

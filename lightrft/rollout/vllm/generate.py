@@ -38,8 +38,7 @@ class VLLMRun:
             self._draw()
         finally:  # after an error too, or the next call would resume what is left
             rest = self._abort()
-        self.collector.store(rest)
-        return self.collector.own
+        return self.collector.finish(rest)
 
     def _draw(self) -> None:
         for i, request in enumerate(self.collector.requests):
@@ -48,7 +47,7 @@ class VLLMRun:
         complete = self.collector.empty
         while not self.collector.enough(complete):
             with self.stream.entered():
-                outputs = self.engine.step()
+                outputs = self.engine.step() if self.drawing else []  # all wait for answers
             complete, resumed = self.collector.take([self._take(out) for out in outputs if out.finished])
             for i, j in resumed:
                 self._add(i, j)

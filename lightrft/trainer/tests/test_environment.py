@@ -130,13 +130,13 @@ def test_answers_have_no_blank_of_the_tokenizer_before_them():
     done = Completion(tokenizer.encode("b]"), [0.0] * 3, "stop")
     for answer in ("[7] ", " [7] "):
         ask = next_turn(SimpleNamespace(turn=lambda *_: answer), tokenizer, lambda i, k: Episode(prompt, 0, k))
-        turn, again = ask([(0, 0, done), (0, 1, done)])
+        turn, again = (answered.result() for answered in ask([(0, 0, done), (0, 1, done)]))
         assert "".join(tokenizer.convert_ids_to_tokens(turn.token_ids)) == answer.replace(" ", "▁")
         assert again == turn
     blank, heard = tokenizer.convert_tokens_to_ids("\u2581"), []
     begun = Episode(prompt, 0, 0, [Segment([blank], [0.0])])
     ask = next_turn(SimpleNamespace(turn=lambda _, text: heard.append(text)), tokenizer, lambda i, k: begun)
-    assert ask([(0, 0, done)]) == [None] and heard == ["  b]"], "what was drawn before keeps its blank"
+    assert ask([(0, 0, done)])[0].result() is None and heard == ["  b]"], "what was drawn before keeps its blank"
     stops = stop_token_ids(["]", "\n", " ["], tokenizer)
     assert tokenizer.convert_ids_to_tokens(stops) == ["]", "\n", "▁["]
 

@@ -1,0 +1,154 @@
+"""The HF engine round by round: responses that wait hold up nobody, keep their rows, and lose them where others need
+them; requests, parameters and weights that come in between."""
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from lightrft.rollout import Completion, Continuation, Request
+from lightrft.rollout.hf.continuous_batching import Generation
+from lightrft.rollout.tests.test_hf_engine import engine, requests
+from lightrft.rollout.tests.test_partial import TINY
+from lightrft.tests.support.turns import PARAMS, Toy, by_hand
+
+CLOSE = 2e-6  # nats: rows that were kept, against prefilling anew
+
+
+def same(done, expected):
+    assert replace(done, logprobs=[]) == replace(expected, logprobs=[])
+    assert done.logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
+
+
+def collect(stepped, rounds=None):
+    """Step until every response waits or has ended, or for some rounds; return what came, by key."""
+    found = {}
+    while rounds != 0 and stepped._queue.open:
+        rounds = rounds and rounds - 1
+        parts = stepped.step()
+        for i, j, part in parts:
+            found.setdefault((i, j), Completion([], [], "abort")).extend(part)
+        if not parts and len(stepped._queue.parked) == len(stepped._queue.open):
+            break
+    return found
+
+
+def passes(monkeypatch):
+    """Numbers of tokens of prefill passes, as they run."""
+    seen, forward = [], Generation._forward
+    monkeypatch.setattr(
+        Generation, "_forward", lambda self, inputs, view:
+        (seen.append(inputs["input_ids"].numel()), forward(self, inputs, view))[1])
+    return seen
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mistral"])
+def test_a_kept_row_prefills_only_what_is_appended(family, monkeypatch):
+    """Gemma 2 caps its scores, and Mistral sees 8 tokens."""
+    asked, seen = requests(), passes(monkeypatch)
+    groups = engine(family).generate(asked, PARAMS, next_turn=Toy(asked))
+    answers = [stop - start for group in groups for done in group for start, stop in done.appended]
+    assert len(answers) > 9 and sum(seen) == sum(len(request.token_ids) for request in asked) + sum(
+        1 + answer for answer in answers), "an answer, and the stop token before it"
+    for request, group in zip(asked, groups):
+        for j, done in enumerate(group):
+            same(done, by_hand(engine(family), request, j, PARAMS, Toy(asked)))
+
+
+def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
+    """Two or three slots: the rows, and the prompts, of waiting responses leave, until all have had their turn."""
+    asked, stepped, seen = requests(), engine(kv_bytes=TINY), passes(monkeypatch)
+    stepped.submit(asked, PARAMS, waits=True)
+    first = collect(stepped)
+    waiting = [key for key in stepped._queue.parked if len(first[key].token_ids) + 2 < PARAMS.max_new_tokens]
+    slots = len(stepped._generation.slots.owners)
+    assert len(first) == sum(len(request.seeds) for request in asked) and len(waiting) > 2 * slots
+    expected = engine().generate(asked, PARAMS, next_turn=lambda ended: [
+        Continuation([200, 201]) if not done.appended else None for _, _, done in ended])  # yapf: disable
+    prefilled = sum(seen)
+    for key in waiting:
+        stepped.resume(key, [200, 201])
+        first[key].extend(Completion([200, 201], [0.0, 0.0], "abort", [(0, 2)]))
+    for key, part in collect(stepped).items():
+        first[key].extend(part)
+    assert sum(seen) - prefilled > sum(len(asked[i].token_ids) for i, _ in waiting), "no prompt was prefilled anew"
+    for i, group in enumerate(expected):
+        for j, done in enumerate(group):
+            if done.appended or done.finish_reason == "stop":
+                same(first[i, j], done)
+    stepped.abort(list(stepped._queue.open))
+    assert stepped.step() == [] and not stepped._queue.open
+
+
+def test_a_slow_answer_is_that_of_a_quick_one_and_holds_up_nobody():
+    """Two responses are answered after all others have ended; the rounds of the others go on meanwhile."""
+    asked, slow = requests(), dict[tuple[int, int], tuple[Future, Continuation | None]]()
+    quick, toy, stepped, rounds = engine().generate(asked, PARAMS, next_turn=Toy(asked)), Toy(asked), engine(), []
+
+    def answer(stopped):
+        answers = toy(stopped)
+        for number, (i, j, _) in enumerate(stopped):
+            if len(slow) < 2 and (i, j) not in slow and answers[number] is not None:
+                slow[i, j] = Future(), answers[number]
+                answers[number] = slow[i, j][0]
+        return answers
+
+    def counted(step=stepped.step):
+        rounds.append(len(slow) == 2)
+        parts = step()
+        if stepped._queue.open.keys() == slow.keys():  # the others have ended
+            for future, late in slow.values():
+                future.done() or future.set_result(late)
+        return parts
+
+    stepped.step = counted
+    found = stepped.generate(asked, PARAMS, next_turn=answer)
+    assert sum(rounds) > 10, "the others did not go on"
+    for group, expected in zip(found, quick, strict=True):
+        for done, other in zip(group, expected, strict=True):
+            same(done, other)
+
+
+def test_requests_parameters_and_pauses_in_between():
+    """None of them changes a token of another response: more and longer requests, that need a larger cache; a greedy
+    rest of a response among others; weights that come anew, and sleep."""
+    asked, stepped = requests(), engine()
+    plain = replace(PARAMS, stop_token_ids=(), max_new_tokens=20)
+    alone = engine().generate(asked[:2], PARAMS), engine().generate(asked, plain)
+    stepped.submit(asked[:2], PARAMS, waits=True)
+    found = collect(stepped, 3)
+    assert stepped.submit(asked, plain) == 2
+    for _ in range(4):
+        for key, part in collect(stepped, 2).items():
+            found.setdefault(key, Completion([], [], "abort")).extend(part)
+        stepped.update_weights([], 1)
+        stepped.sleep(), stepped.wake()
+    keys = list(stepped._queue.parked)
+    resumed = {key: Request(asked[key[0]].token_ids, [asked[key[0]].seeds[key[1]]], (),
+                            [found[key].token_ids + [200]]) for key in keys}  # yapf: disable
+    greedy = replace(plain, temperature=0.0)
+    for key in keys:
+        stepped.resume(key, [200], greedy)
+    for key, part in collect(stepped).items():
+        found.setdefault(key, Completion([], [], "abort")).extend(part)
+    assert keys and stepped._queue.open.keys() <= set(keys)
+    for first, groups in ((0, alone[0]), (2, alone[1])):
+        for i, group in enumerate(groups, first):
+            for j, done in enumerate(group):
+                if (i, j) in keys:
+                    rest, = engine().generate([resumed[i, j]], greedy)[0]
+                    done.extend(rest)
+                same(found[i, j], done)
+
+
+def test_abort_returns_what_was_drawn():
+    stepped, asked = engine(), requests()
+    whole = engine().generate(asked, PARAMS)
+    stepped.submit(asked, PARAMS)
+    found = collect(stepped, 4)
+    stepped.abort([(i, j) for i in range(len(asked)) for j in range(3)])
+    parts = stepped.step()
+    assert {part.finish_reason for *_, part in parts} == {"abort"} and len(parts) + len(found) == 21
+    for i, j, part in parts:
+        assert part.token_ids == whole[i][j].token_ids[:len(part.token_ids)] and len(part.token_ids) == 4
+    with pytest.raises(KeyError):
+        stepped.resume((0, 0), [1])
