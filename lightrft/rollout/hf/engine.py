@@ -202,13 +202,15 @@ class HFEngine:
     @contextlib.contextmanager
     def _empty_after_an_error(self) -> Iterator[None]:
         """Context in which an error ends all responses and frees the memory, which is for what follows."""
-        try:
+        with contextlib.ExitStack() as after_an_error:
+            after_an_error.callback(self._empty)
             yield
-        except BaseException:
-            self._queue, self._aborted, self._generation = ResponseQueue(), [], None
-            self._session.close()
-            self._release()
-            raise
+            after_an_error.pop_all()
+
+    def _empty(self) -> None:
+        self._queue, self._aborted, self._generation = ResponseQueue(), [], None
+        self._session.close()
+        self._release()
 
     def _pause(self) -> None:
         """Take all slots away, and let the model train; the next step fills the slots again."""
