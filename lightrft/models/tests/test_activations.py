@@ -2,6 +2,7 @@
 pass."""
 import weakref
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -76,10 +77,11 @@ def test_what_the_kernel_of_a_gpu_keeps_of_grouped_heads(mode: bool | str, repea
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a release whose kernel has no option for them: it is asked whether it takes them."""
     real, heads = varlen_attn, dict(num_attention_heads=4, num_key_value_heads=1)
+    taken = {"enable_gqa": True} if "enable_gqa" in signature(real).parameters else {}
 
     def kernel(q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
         assert not repeated or q.shape[1] == k.shape[1]
-        return real(q, k, *rest, **named, enable_gqa=True)
+        return real(q, k, *rest, **named, **taken)
 
     for module in (attention, attention_kernels):
         monkeypatch.setattr(module, "varlen_kernel", lambda: (kernel, frozenset(("scale", "window_size"))))
