@@ -50,7 +50,7 @@ def test_the_layer_picture_is_the_enforced_one():
 def test_flags_modules_and_files_that_are_named_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     plugins = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("my_*.py"))
-    sources = sources_of("config", "preflight", "cli", "algorithms") + "".join(plugins)
+    sources = sources_of("config", "preflight", "cli", "algorithms", "strategy/optimizers") + "".join(plugins)
     others = ("--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--shutdown-timeout",
               "--logdir", "--gpus", "--node-rank", "--master-addr", "--local_save_dir", "--repo-type", "--local-dir",
               "--no-build-isolation", "--index-url", "--only-binary", "--python-version", "--first_step",
