@@ -143,7 +143,8 @@ class CompletionCollector:
             return {}
         own_answers = {key: _result(answer) for key, answer in self.asked.items() if key[0] in self.mine
                        and _is_there(answer)}  # yapf: disable
-        answers = share_turns({key: answer and answer.token_ids for key, answer in own_answers.items()}, self.group)
+        appended = {key: None if answer is None else answer.token_ids for key, answer in own_answers.items()}
+        answers = share_turns(appended, self.group)
         for (i, _), ids in answers.items():
             if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
                 raise UserError(f"the next turn of request {i} has tokens outside of the model's vocabulary of "

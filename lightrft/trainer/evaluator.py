@@ -101,7 +101,7 @@ class Evaluator:
         printed = sample.group_id < log.print_samples and not sample.index
         return printed or log.report and sample.group_id < GROUPS and sample.index < SAMPLES
 
-    def _generate(self, mine: list[tuple[int, Prompt]]) -> list[Episode]:
+    def _generate(self, mine: Sequence[tuple[int, Prompt]]) -> list[Episode]:
         seeds = [[sample_seed("eval", prompt.uid, j) for j in range(self.config.eval.eval_n_samples)]
                  for _, prompt in mine]
         return respond(self.engine, self.tokenizer, self.environment, mine, seeds, self.sampling, "evaluation")

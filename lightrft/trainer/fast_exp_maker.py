@@ -149,7 +149,7 @@ class GenerationRun:
     def _so_far(self, i: int, k: int) -> Episode:
         return self.groups[i].responses[self.opened[i][k]]
 
-    def _arrived(self, ended: list[tuple[int, int, Completion]]) -> None:
+    def _arrived(self, ended: Sequence[tuple[int, int, Completion]]) -> None:
         for i, k, completion in ended:
             self.groups[i].responses[self.opened[i][k]].add(completion, self.version)
         self._report([(i, self.opened[i][k]) for i, k, _ in ended])

@@ -15,6 +15,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import check_batch, PromptLoader
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTExample
+from lightrft.models.config_json import context_of
 from lightrft.models.loss import GPTLMLoss
 from lightrft.models.packed_model import PackedModel
 from lightrft.ops.aggregate import Denominators
@@ -39,7 +40,7 @@ def read_pretraining(config: Config, tokenizer: PreTrainedTokenizerBase,
     ptx = config.ptx
     if not ptx.pretrain_data:
         return []
-    limit_rows(config, {})
+    limit_rows(config, {}, context_of(config.model.pretrain))
     rows = PretrainingDataset(ptx.as_data_config(config.data), tokenizer, config.pretrain_len, media=media,
                               learning=Learning(whole=ptx.pretrain_mode))
     check_batch(config.pretraining_rows, len(rows), "ptx_batch_size")  # before any model is loaded

@@ -1,6 +1,6 @@
 """Groups of responses, finished or not, and their texts; the seeds of samples and inputs of rewards."""
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -118,7 +118,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode], stop
 
 
 def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: Environment | None,
-            numbered: list[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams,
+            numbered: Sequence[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams,
             phase_name: str) -> list[Episode]:
     """Generate one decoded response per seed of each numbered prompt, with the engine's current weights.
 

@@ -197,7 +197,7 @@ class Generation:
                                                                    logits[self.slots.upload(rows)])]  # yapf: disable
         begun = np.array([len(response.token_ids) for response in responses])
         after = [response.prompt.length + response.prompt.shift for response in responses]
-        index, column, start = map(self.slots.upload, (slots, begun, after))
+        index, column, start = (self.slots.upload(values) for values in (slots, begun, np.array(after)))
         state = torch.zeros_like(self.state[:, :len(slots)])
         state[_POSITION], state[_COLUMN], state[ALIVE] = start + column - 1, column - 1, 1
         if self.noise is not None:

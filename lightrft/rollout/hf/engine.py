@@ -183,7 +183,7 @@ class HFEngine:
         plan, params, space = self._plan(opened), covering(one.params for one in opened), cast(Workspace, self._space)
         held = space.cache.plan
         return (space.takes(params) and plan.prompt_len <= held.prompt_len and plan.slots < 2 * held.slots
-                and (self.longest or _longest(opened) <= self._length))
+                and (self.longest > 0 or _longest(opened) <= self._length))
 
     def _begin(self, opened: list[OpenResponse]) -> None:
         """Bring the model into the state of generation, and give ``opened`` a workspace."""

@@ -92,7 +92,7 @@ class VLLMRun:
         """Stop what is unfinished; return it as it is."""
         from vllm.v1.engine import FinishReason
         states = self.engine.output_processor.request_states
-        rest: Ended = []
+        rest: list[tuple[int, int, Completion]] = []
         for i, j, native in self.drawing.values():
             output: Any = states[native].make_request_output([], None, FinishReason.ABORT, None)
             rest.append((i, j, _part(output)))

@@ -3,6 +3,7 @@ from functools import partial
 from typing import Any
 
 from lightrft.config.cli import ParsedConfig
+from lightrft.models.config_json import context_of
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.planned import limit_rows
 from lightrft.trainer.hub_files import fetch_once
@@ -18,7 +19,7 @@ def train_rows(parsed: ParsedConfig, exits: bool, trainer: type[OfflineTrainer[A
     with training_session(parsed, exits, TrialContext(trainer=trainer)) as session:
         path = config.model.pretrain
         fetch_once(session.strategy, config, data)
-        limit_rows(config, parsed.provenance)
+        limit_rows(config, parsed.provenance, context_of(path))
         tokenizer = load_tokenizer(path, data.chat_template)
         media = open_media(path, tokenizer, data, session.strategy)
         rows = trainer.read(config, tokenizer, "train", media)
