@@ -40,7 +40,7 @@ def read_pretraining(config: Config, tokenizer: PreTrainedTokenizerBase,
     ptx = config.ptx
     if not ptx.pretrain_data:
         return []
-    limit_rows(config, {}, context_of(config.model.pretrain))
+    limit_rows(config, {}, context_of(str(config.model.pretrain)))
     rows = PretrainingDataset(ptx.as_data_config(config.data), tokenizer, config.pretrain_len, media=media,
                               learning=Learning(whole=ptx.pretrain_mode))
     check_batch(config.pretraining_rows, len(rows), "ptx_batch_size")  # before any model is loaded
