@@ -83,7 +83,9 @@ def test_steps_run_on_the_stream_of_vllm_and_callbacks_on_the_trainers(streams):
             return True, []
 
     engine = SimpleNamespace(step=lambda: seen.append(("step", streams.now.name)) or [])
-    VLLMRun(engine, Collector(), None, [], stream=native)._draw()
+    run = VLLMRun(engine, Collector(), None, [], stream=native)
+    run.drawing["0/0/0"] = 0, 0, "0/0/0"
+    run._draw()
     assert seen == [("step", "vllm"), ("take", "trainer")]
 
 

@@ -175,7 +175,7 @@ def unread_towers_stay(case: MediaCase) -> None:
     blind.train(prepared, range(2))
     tower = [name for name in before if "visual" in name or "tower" in name]
     after, expected = blind.weights(prepared), alone(blind, "blind", lambda twin: trained_weights(twin, 2))
-    assert tower and blind.spec.weight_decay
+    assert tower and blind.spec.options.l2
     assert_same({name: after[name] for name in tower}, {name: before[name] for name in tower})
     assert_same(after, expected, atol=1e-4)
 
