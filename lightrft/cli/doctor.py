@@ -72,12 +72,13 @@ def _config(flags: list[str], plan_gpus: str) -> Config:
     from lightrft.config.cli import exit_on_config_error, parse_config
     from lightrft.config.options import ConfigError
     from lightrft.config.tree import check_ranges
+    from lightrft.preflight.shared_rules import chosen_problems
     with exit_on_config_error(PROG):
         if plan_gpus:
             raise ConfigError(f"--plan_gpus {plan_gpus}: the doctor examines this machine; lightrft train "
                               "--dry_run plans for another one")
         parsed = parse_config(flags, PROG)
-        if problems := list(check_ranges(parsed.config)):
+        if problems := [*check_ranges(parsed.config), *chosen_problems(parsed.config, "optim", OPTIMIZERS)]:
             raise ConfigError(problems)
         if parsed.dry_run:
             raise ConfigError("--dry_run: belongs to lightrft train, which then also checks that the "

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightrft.cli import doctor
 from lightrft.config.options import ConfigError
 from lightrft.config.plugins import import_plugins
 from lightrft.config.sft_schema import SFTConfig
@@ -120,3 +121,9 @@ def test_an_option_of_its_own_that_a_trainer_has_is_refused(tmp_path):
     words = "--max_epochs is declared twice, by .*OfflineTrainConfig and clash.Mine; rename one"
     with plugin(), pytest.raises(ConfigError, match=words):
         import_plugins([str(path)], SFTConfig)
+
+
+def test_the_doctor_names_an_unknown_one(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--optim", "muon"])
+    assert "--optim muon: unknown (an update needs whole matrices" in capsys.readouterr().err
