@@ -60,7 +60,7 @@ def same_update(strategy: StrategyBase, folder: Path) -> None:
     build = partial(load_actor, ModelConfig(pretrain=str(folder / "one_file")))
     learnt = []
     for model in (build(), partial(build, deferred=True)):
-        prepared = strategy.prepare(model, replace(SPEC, weight_decay=10.0))
+        prepared = strategy.prepare(model, replace(SPEC, options=replace(SPEC.options, l2=10.0)))
         logprobs, _ = prepared.model(experience())
         strategy.backward(logprobs.sum(), prepared)
         strategy.optimizer_step(prepared)
