@@ -50,7 +50,8 @@ def status(key: str) -> int:
 
 def own_bytes(strategy: StrategyBase, prepared: list[Prepared]) -> int:
     """Bytes of the weights that this rank keeps."""
-    return sum(part.tensor.nbytes for each in prepared for _, part in strategy.own_slices(each.model))
+    return sum(piece.tensor.nbytes for each in prepared for _, part in strategy.own_slices(each.model)
+               for piece in part.pieces)
 
 
 def measure(way: str, chosen: str, folder: str) -> None:
