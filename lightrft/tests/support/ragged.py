@@ -66,14 +66,15 @@ def rollout(samples, seed):
 
 def over(exp, axis, change):
     """``exp`` with ``change`` applied to its float fields of ``axis``."""
-    return exp._map(lambda kind, value: change(value) if kind == axis and value.is_floating_point() else value)
+    return exp._map(lambda each, value: change(value) if each.axis == axis and value.is_floating_point() else value)
 
 
 def without_gaps(exp):
     """Only the tokens of the loss mask, each sequence packed tight."""
     kept = [exp.loss_mask[a:b].sum() for a, b in zip(exp.cu_seqlens[:-1], exp.cu_seqlens[1:])]
     cu = torch.tensor([0, *kept]).cumsum(0).int()
-    return exp._map(lambda axis, value: value[exp.loss_mask] if axis == "T" else cu if axis == "cu" else value)
+    pick = {"T": lambda value: value[exp.loss_mask], "cu": lambda value: cu}
+    return exp._map(lambda each, value: pick.get(each.axis, lambda kept: kept)(value))
 
 
 def with_all_masked(exp):
