@@ -86,7 +86,7 @@ def test_the_engine_has_the_logits_of_the_trainer(folder):
     _, prepared = actor_of(folder)
     hf, exp = prepared.model.hf_model, naive_model.experience([30])
     head, trained = hf.get_output_embeddings(), prepared.model(exp)[0][exp.loss_mask]
-    with _inference(hf):
+    with torch.no_grad(), _inference(hf):
         logits = hf(**prepared.model.modality.inputs(exp, hf)).logits[0]
     assert logits.dtype == torch.float32 and "forward" not in vars(head)
     logprobs = logits.log_softmax(-1)[:-1].gather(-1, exp.token_ids[1:, None])[:, 0]
