@@ -21,6 +21,7 @@ from lightrft.strategy.materialize import materialize, read_elements
 from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler, load, set_schedule_step
 from lightrft.strategy.sharding import flat_slice, ParamSlice
+from lightrft.utils.env import World
 from lightrft.utils.tensors import replace_tensors
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -33,6 +34,8 @@ def import_deepspeed() -> Any:
     Its warnings report the choices made here, so only its errors are shown.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    # without it, DeepSpeed on CPUs counts devices with a program that it starts for every gradient
+    os.environ.setdefault("LOCAL_SIZE", str(World.from_env().local_world_size))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
