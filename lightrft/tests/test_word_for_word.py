@@ -190,7 +190,7 @@ def one_of_each():
         kinds.add(kind)
 
 
-@pytest.mark.parametrize("document,name", one_of_each())
+@pytest.mark.parametrize("document,name", [*one_of_each()])
 def test_a_command_of_a_document_runs(document, name, home, ran, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "")  # reading the words sets it
     module, words = as_it_runs(document, name, home)
