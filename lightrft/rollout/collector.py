@@ -111,11 +111,11 @@ class CompletionCollector:
         return resumed
 
     def _room(self, i: int, j: int) -> int:
-        prefixes = self.requests[i].prefixes
-        return self.max_new_tokens - len(self.responses[i][j].token_ids) - (len(prefixes[j]) if prefixes else 0)
+        return self.max_new_tokens - len(self.begun(i, j))
 
     def _rest(self, i: int, j: int) -> list[int] | None:
-        """What is appended to a response that has drawn all it was asked for: nothing, if that was the first token."""
+        """Return what is appended to a response that has drawn all it was asked for: nothing, if that was the first
+        token; None if it has no room left."""
         return [] if self._room(i, j) else None
 
     def _resumes(self, i: int, j: int, appended: list[int] | None) -> bool:

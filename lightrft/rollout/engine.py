@@ -97,7 +97,7 @@ Key = tuple[int, int]  # number of the request, index among its seeds
 
 
 class Generated(NamedTuple):
-    """What a response has drawn since its last report, up to its end, a stop token or an abort.
+    """Tokens that a response has drawn since its last report, up to its end, a stop token or an abort.
 
     ``sample``: the index of the response among the seeds of the request.
     """

@@ -103,8 +103,8 @@ class ResponseGroup:
         return [replace(response, group_id=group_id) for response in self.responses]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode], stop: tuple[int,
-                                                                                        ...] = ()) -> list[Episode]:
+def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
+           stop: tuple[int, ...] = ()) -> list[Episode]:  # yapf: disable
     """Set the text of finished responses. Special tokens and ``stop`` tokens stay; only the end token goes."""
     finished, kept = list(episodes), set(stop) - {tokenizer.eos_token_id}
     bodies = []

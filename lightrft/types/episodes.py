@@ -21,7 +21,7 @@ class Segment:
     version: int = -1  # of given tokens
 
 
-class Generated(Protocol):
+class GeneratedTokens(Protocol):
     """Tokens that an engine generated in one call, with the runs [start, stop) that were appended, not drawn."""
     token_ids: list[int]
     logprobs: list[float]
@@ -46,7 +46,7 @@ class Episode:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, prompt: Prompt, group_id: int, index: int, done: Generated, version: int) -> "Episode":
+    def of(cls, prompt: Prompt, group_id: int, index: int, done: GeneratedTokens, version: int) -> "Episode":
         """Make an episode of what the weights of ``version`` generated."""
         episode = cls(prompt, group_id, index)
         episode.add(done, version)
@@ -69,7 +69,7 @@ class Episode:
         return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
                 "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra}  # yapf: disable
 
-    def add(self, more: Generated, version: int) -> None:
+    def add(self, more: GeneratedTokens, version: int) -> None:
         """Append tokens that the weights of ``version`` generated, and those that were given meanwhile."""
         bounds = [0, *chain.from_iterable(more.appended), len(more.token_ids)]
         for i, (start, stop) in enumerate(pairwise(bounds)):

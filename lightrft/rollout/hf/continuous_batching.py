@@ -113,7 +113,7 @@ class Generation:
 
     def _admit_shared(self, prompt: OpenPrompt, free: np.ndarray) -> list[Generated]:
         """Fill the slots ``free`` with the other samples of the shared prompt."""
-        assert prompt.logits is not None
+        assert prompt.logits is not None, "a prompt is shared until its last sample has begun"
         logits, responses, prompt.responses = prompt.logits, prompt.responses[:len(free)], prompt.responses[len(free):]
         if not prompt.responses:
             self.queue.shared, prompt.logits = None, None
