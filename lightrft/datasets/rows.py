@@ -68,9 +68,12 @@ class Rows:
 
 
 def place_of(uid: str, split: str) -> str:
-    """Return the row of a ``uid`` (``ENTRY:INDEX``) of the ``split`` "train" or "eval" as text for messages."""
+    """Return the row of a ``uid`` of the ``split`` "train" or "eval" as text for messages: ``ENTRY:INDEX``, or with the
+    name of a suite, or of the row."""
     entry, _, index = uid.partition(":")
-    return f"row {int(index) + 1} of {'training' if split == 'train' else 'evaluation'} data {int(entry) + 1}"
+    row = f"row {int(index) + 1}" if index.isdecimal() else f"row {index!r}"
+    data = {"train": "training", "eval": "evaluation"}.get(split, split)
+    return f"{row} of {f'{data} data {int(entry) + 1}' if entry.isdecimal() else entry}"
 
 
 _IN_MEMORY: dict[str, list[Row]] = {}

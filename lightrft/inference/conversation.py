@@ -6,11 +6,13 @@ from typing import TextIO
 
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.records import Message
-from lightrft.datasets.rows import DataError, hold_rows, lone_surrogate
+from lightrft.datasets.rows import hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
+from lightrft.models.vocabulary import check_rows
 from lightrft.rollout.engine import Completion, Request, RolloutEngine
 from lightrft.trainer.samples import decode, sample_seed
 from lightrft.types import Episode, Prompt
+from lightrft.utils.errors import UserError
 from lightrft.utils.logging import silent
 
 PIECE = 16  # tokens that are generated before they are shown
@@ -51,7 +53,7 @@ class Conversation:
         """Yield the answer to a message piece by piece; the turn is kept once it is complete.
 
         Raises:
-            DataError: the conversation is longer than ``--prompt_max_len``, or a picture cannot be used.
+            UserError: the conversation is longer than ``--prompt_max_len``, or a picture cannot be used.
         """
         parts = [*({"type": "image"} for _ in self.waiting), {"type": "text", "text": text}]
         said: Message = {"role": "user", "content": parts if self.waiting else text}
@@ -70,8 +72,10 @@ class Conversation:
         row = {"prompt": messages, **({"images": pictures} if pictures else {})}
         data = replace(config.data, prompt_data=[hold_rows([row])])
         with silent():  # columns are those of a chat
-            return PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media,
-                                  scored=False)[0]
+            prompt = PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media,
+                                    scored=False)[0]
+        check_rows(None, str(config.model.pretrain), self.model.tokenizer, [("the conversation", prompt.token_ids)])
+        return prompt
 
     def _pieces(self, prompt: Prompt) -> Iterator[str]:
         """Generate an answer a few tokens at a time, each piece from where the last one ended."""
@@ -124,5 +128,5 @@ def _answer(conversation: Conversation, text: str, write: Callable[[str], object
         for piece in conversation.ask(text):
             write(piece)
         write("\n")
-    except DataError as error:
+    except UserError as error:
         write(f"{error}. The message is not kept; /reset begins a new conversation\n")

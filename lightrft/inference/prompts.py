@@ -12,11 +12,13 @@ from zlib import crc32
 from lightrft.config.inference_schema import ScoreConfig
 from lightrft.config.schema import Config
 from lightrft.config.tree import flatten, options
+from lightrft.datasets.rows import place_of
 from lightrft.datasets.template_variables import check_read
 from lightrft.inference.generation import BatchGenerator, score_again
 from lightrft.inference.loading import check_positions, LoadedModel
 from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import refuse_other_run, Row, RowFiles
+from lightrft.models.vocabulary import check_rows
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
@@ -74,12 +76,19 @@ def rehearse(model: LoadedModel, prompts: Sequence[Prompt], scorers: AbstractCon
         UserError: as the run does.
     """
     check_positions(model.config)
+    _check_tokens(model, prompts)
     check_read(model.config.data.chat_template_kwargs, [model.tokenizer])
     model.prepare()
     with model.strategy.init_model_context(), scorers as rewards:
         if rewards is not None:
             check_rewards(rewards, prompts, accuracy_part)
     refuse_other_run(folder, identity_of)
+
+
+def _check_tokens(model: LoadedModel, prompts: Sequence[Prompt]) -> None:
+    """Raise if the model lacks a token of a prompt."""
+    check_rows(None, str(model.config.model.pretrain), model.tokenizer,
+               ((place_of(prompt.uid, "prompt"), prompt.token_ids) for prompt in prompts))
 
 
 @contextmanager
@@ -120,6 +129,7 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     Returns:
         False if a stop request has ended it early.
     """
+    _check_tokens(model, prompts)
     sampling, samples = model.sampling, model.config.rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):

@@ -38,6 +38,7 @@ from lightrft.utils.progress import phase
 POINTS = {ANSWERS[0]: (1.0, 0.0), ANSWERS[1]: (0.0, 1.0), ANSWERS[TIE]: (0.5, 0.5)}  # of the first and the second
 _MARK = re.compile(f"\ufdd0({'|'.join(KINDS)})\ufdd1")  # a medium in the text of a request; both are no characters
 Asked = tuple[str, Media]  # text of a request, with marks, and its media
+Answer = str | Outcome  # why there is none: the judge cannot read the request
 
 
 def marked(content: Any) -> str:
@@ -88,9 +89,8 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
         """Write the requests about responses that were submitted together."""
 
     @abstractmethod
-    def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
-        """Return the outcome of each response; ``said``: answers to :meth:`ask`, None for a request that is too
-        long."""
+    def read(self, items: list[RewardInput], said: list[Answer]) -> list[Outcome]:
+        """Return the outcome of each response; ``said``: answers to :meth:`ask`."""
 
     def view(self, items: list[RewardInput]) -> list[Encoded]:
         """Implement :meth:`QueuedReward.view`: the requests."""
@@ -109,26 +109,25 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
         rendered = self.reader.renderer.encode([chat_of(text) for text, _ in asked])
         return [self.reader.ids(text, ids, media) for (text, ids), (_, media) in zip(rendered, asked)]
 
-    def answers(self, asked: list[Asked]) -> list[str | None]:
-        """Generate the answers to requests; None where a request leaves no room. A collective of a divided model."""
-        ids, decode = self.encoded(asked), self.reader.renderer.tokenizer.decode
-        fitting = [i for i, row in enumerate(ids) if not 0 <= self.room < len(row)]
+    def answers(self, asked: list[Asked]) -> list[Answer]:
+        """Generate the answers to requests. A collective of a divided model."""
+        ids, decode, most = self.encoded(asked), self.reader.renderer.tokenizer.decode, self.cfg.judge_max_len
+        said: dict[int, Answer] = {i: error for i, row in enumerate(ids) if (error := self.unread(row, most))}
+        readable = [i for i in range(len(ids)) if i not in said]
         with self.awake() as engine:
-            bar = phase(len(fitting), "judging", "request")
+            bar = phase(len(readable), "judging", "request")
 
             def finished(i: int, completions: list[Completion]) -> None:
                 bar.update(1)
 
-            found: list[str | None] = [None] * len(asked)
-            most = self.cfg.judge_max_len
-            for group in grouped(self.model.hf_model, (len(ids[i]) + most for i in fitting)):
-                indices = [fitting[number] for number in group]
+            for group in grouped(self.model.hf_model, (len(ids[i]) + most for i in readable)):
+                indices = [readable[number] for number in group]
                 done = engine.generate([Request(ids[i], [0], asked[i][1]) for i in indices], SamplingParams(most, 0.0),
                                        finished)
                 for i, (each, ) in zip(indices, done):
-                    found[i] = str(decode(each.token_ids, skip_special_tokens=True))
+                    said[i] = str(decode(each.token_ids, skip_special_tokens=True))
             bar.close()
-        return found
+        return [said[i] for i in range(len(asked))]
 
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:
@@ -161,9 +160,9 @@ class GradingJudge(GenerativeReward):
         texts = [self.form.prompt(replace(item, response=plain(item.response)), marked) for item in items]
         return [(text, self.reader.media(item) if _MARK.search(text) else ()) for text, item in zip(texts, items)]
 
-    def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
+    def read(self, items: list[RewardInput], said: list[Answer]) -> list[Outcome]:
         """Implement :meth:`GenerativeReward.read`: the score that the answer has."""
-        return [_too_long(self) if text is None else self.form.read(text) for text in said]
+        return [answer if isinstance(answer, Outcome) else self.form.read(answer) for answer in said]
 
 
 @dataclass
@@ -206,19 +205,19 @@ class ComparingJudge(GenerativeReward):
                          plain(second)), self.reader.media(items[min(one)]))
                 for one, (first, second) in _comparisons(items) if first != second]
 
-    def read(self, items: list[RewardInput], said: list[str | None]) -> list[Outcome]:
+    def read(self, items: list[RewardInput], said: list[Answer]) -> list[Outcome]:
         """Implement :meth:`GenerativeReward.read`; equal texts are equally good."""
         standings, answers = [Standing() for _ in items], iter(said)
         for pair, (first, second) in _comparisons(items):
-            text = next(answers) if first != second else f"<answer>{ANSWERS[TIE]}</answer>"
-            points = POINTS.get(verdict(text or ""))
+            answer = next(answers) if first != second else f"<answer>{ANSWERS[TIE]}</answer>"
+            points = None if isinstance(answer, Outcome) else POINTS.get(verdict(answer))
             for place, index in zip(("first", "second"), pair):
                 if index < len(items):
                     standings[index].points[place] = None if points is None else points[place == "second"]
                     if points is None:
-                        standings[index].error = _too_long(self) if text is None else Outcome(
+                        standings[index].error = answer if isinstance(answer, Outcome) else Outcome(
                             None, "no_answer", f"{self.path!r} gave none of the answers {', '.join(ANSWERS)}: "
-                            f"{text[-300:]!r}")
+                            f"{answer[-300:]!r}")
         return [standing.outcome() for standing in standings]
 
 
@@ -251,9 +250,3 @@ def _text(item: RewardInput) -> str:
     """Return the prompt in the form of a judge's training data: the text of all its turns."""
     turns = (marked(turn["content"]) + plain(calls_of(turn)) for turn in item.messages)
     return plain(shown_tools(item.template_kwargs)) * bool(item.messages) + "\n".join(turns) or plain(item.prompt)
-
-
-def _too_long(judge: GenerativeReward) -> Outcome:
-    return Outcome(
-        None, "too_long", f"a request to {judge.path!r} has more than {judge.room} tokens, its positions "
-        f"without --judge_max_len {judge.cfg.judge_max_len}")

@@ -15,11 +15,13 @@ from lightrft.datasets.sft_dataset import answered, encode_all, Encoded
 from lightrft.models.config_json import context_of
 from lightrft.models.loader import load_scorer
 from lightrft.models.reward_model import RewardModel
+from lightrft.models.vocabulary import check_ids, embeddings_of
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.placement import Load, Model, Placement, ScorerSetup
 from lightrft.rewards.prompt_reader import PromptReader
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import runs
 
 Media = tuple[str, ...]
@@ -51,6 +53,7 @@ class QueuedReward(ABC, Generic[Model]):
         self.place = Placement(load, cfg, setup)
         self.reader = PromptReader(path, setup, rendering)
         self.model.modality.media = self.reader.store
+        self.tokens = embeddings_of(self.model, path)
         self._queue: list[tuple[list[RewardInput], list[Future[list[Outcome]]]]] = []
 
     @property
@@ -80,6 +83,20 @@ class QueuedReward(ABC, Generic[Model]):
         for future, outcome in zip(futures, self.outcomes([items for items, _ in queue]), strict=True):
             future.set_result([outcome])
 
+    def unread(self, ids: list[int], reserved: int = 0) -> Outcome | None:
+        """Return why the model cannot read ``ids``, of a response or a request, before ``reserved`` others; None: it
+        can."""
+        if self.most and len(ids) + reserved > self.most:
+            more = f" ({reserved} of them for the answer)" * (reserved > 0)
+            return Outcome(
+                None, "too_long", f"{len(ids) + reserved} tokens{more} are more than {self.most}, the "
+                f"positions of {self.path!r} or the limit of its server")
+        try:
+            check_ids("the text", ids, self.tokens, self.reader.renderer.tokenizer)
+        except UserError as error:
+            return Outcome(None, "unknown_token", f"{self.path!r}: {error}")
+        return None
+
     @abstractmethod
     def view(self, items: list[RewardInput]) -> list[Encoded]:
         """Tokenize responses, or requests about them, as the model reads them; the mask is True where it is read."""
@@ -106,28 +123,26 @@ class ModelReward(QueuedReward[Model]):
         return self.encode(items, [self.reader.media(item) for item in items])
 
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
-        """Implement :meth:`QueuedReward.outcomes`. A response that is too long for the model stays unscored."""
+        """Implement :meth:`QueuedReward.outcomes`. A response that the model cannot read stays unscored."""
         items = [*chain.from_iterable(groups)]
         if not self.place.most(len(items)):
             return []
         media = [self.reader.media(item) for item in items]
         rows = self.encode(items, media)
-        fitting = [i for i, (ids, _) in enumerate(rows) if len(ids) <= (self.most or len(ids))]
-        found = dict(zip(fitting, self.score([rows[i] for i in fitting], [media[i] for i in fitting])))
-        return [self.placed(item, self._outcome(found.get(i), len(rows[i][0]))) for i, item in enumerate(items)]
+        outcomes = {i: outcome for i, (ids, _) in enumerate(rows) if (outcome := self.unread(ids))}
+        readable = [i for i in range(len(rows)) if i not in outcomes]
+        scored = self.score([rows[i] for i in readable], [media[i] for i in readable])
+        outcomes |= {i: self._finite(outcome) for i, outcome in zip(readable, scored, strict=True)}
+        return [self.placed(item, outcomes[i]) for i, item in enumerate(items)]
 
     def placed(self, item: RewardInput, outcome: Outcome) -> Outcome:
         """Return the outcome of a response, with the places of its steps if they have rewards of their own."""
         return outcome
 
-    def _outcome(self, found: Outcome | None, length: int) -> Outcome:
-        if found is None:
-            return Outcome(
-                None, "too_long", f"{length} tokens are more than {self.most}, the positions of "
-                f"{self.path!r} or the limit of its server")
-        if found.value is None or not isfinite(found.value):
-            return Outcome(None, "not_finite", f"the reward of {self.path!r} is {found.value}")
-        return found
+    def _finite(self, outcome: Outcome) -> Outcome:
+        if outcome.value is None or not isfinite(outcome.value):
+            return Outcome(None, "not_finite", f"the reward of {self.path!r} is {outcome.value}")
+        return outcome
 
     @torch.no_grad()
     def score(self, rows: list[Encoded], media: Sequence[Media] = ()) -> list[Outcome]:

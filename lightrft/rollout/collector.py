@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import torch.distributed as dist
 
+from lightrft.models.vocabulary import check_ids
 from lightrft.rollout.engine import (Answer, Arrived, Completion, Continuation, Ended, Finished, Key, NextTurn,
                                      PendingAnswer, Request, SamplingParams, SteppedEngine)
 from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
-from lightrft.utils.errors import UserError
 from lightrft.utils.watchdog import tick
 
 _POLL_S = 1e-3  # between two looks at answers while all responses wait
@@ -146,9 +146,7 @@ class CompletionCollector:
         appended = {key: None if answer is None else answer.token_ids for key, answer in own_answers.items()}
         answers = share_turns(appended, self.group)
         for (i, _), ids in answers.items():
-            if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
-                raise UserError(f"the next turn of request {i} has tokens outside of the model's vocabulary of "
-                                f"{self.vocabulary}: the tokenizer is not the model's")
+            check_ids(f"the next turn of request {i}", ids or (), self.vocabulary)
         self.asked = {key: answer for key, answer in self.asked.items() if key not in answers}
         return answers
 

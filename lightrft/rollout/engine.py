@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable, TypeVar
 import torch
 from torch import Tensor
 
+from lightrft.models.vocabulary import check_ids
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
@@ -157,9 +158,8 @@ def check_requests(requests: list[Request], params: SamplingParams, engine: str,
             raise UserError(
                 f"request {i} resumes from {begun} tokens, but a response may have {params.max_new_tokens}; "
                 "use the --generate_max_len that it was started with")
-        if any(not 0 <= min(ids) <= max(ids) < vocabulary for ids in (request.token_ids, *request.prefixes) if ids):
-            raise UserError(f"request {i} has tokens outside the model's vocabulary of {vocabulary}: tokenizer and "
-                            "model do not match")
+        for ids in (request.token_ids, *request.prefixes):
+            check_ids(f"request {i}", ids, vocabulary)
         if request.media and not takes_media:
             raise ValueError(f"request {i} has media ({', '.join(request.media)}); the {engine} engine takes text only")
         if longest and len(request.token_ids) + params.max_new_tokens > longest:

@@ -33,9 +33,13 @@ def home_fixture(tmp_path_factory):
     home = write_home(tmp_path_factory.mktemp("dry"))
     tiny.save_model(home / "narrow", hidden_size=16)
     tiny.tokenizer(extra="<|extra|>").save_pretrained(tiny.save_model(home / "foreign"))
+    tiny.save_model(home / "small", vocab_size=259)
     save_scorer(home / "scorer", 0)
     judged = [{"prompt": f"{i}?", "response": "1", "label": bool(i)} for i in (0, 1)]
-    contents_of = {"pairs": PAIRS, "steps": STEPS, "judged": judged, "demos": [{"prompt": "1+1?", "response": "2"}] * 2}
+    contents_of = {
+        "pairs": PAIRS, "steps": STEPS, "judged": judged, "demos": [{"prompt": "1+1?", "response": "2"}] * 2, "unknown":
+        UNKNOWN
+    }
     for name, content in contents_of.items():
         write_rows(home / f"{name}.jsonl", content)
     assert run("train", options_of("train", home, home / "trained", disable_ckpt=False, max_steps=1)) == 0
@@ -134,6 +138,16 @@ MODEL: dict[str, Case] = {  # of every trainer of a policy
     "no tokenizer": (copied("model", lambda folder: [path.unlink() for path in folder.glob("*token*")]), "no token"),
     "scores": (given(pretrain="home:scorer"), "scores texts and does not generate"),
 }  # yapf: disable
+UNKNOWN = [{"prompt": prompt, "reference": "2", "response": "2", "chosen": "2", "rejected": "3", "label": True,
+            "completions": ["2"], "labels": [True]} for prompt in ("1+1?", "1+1<|extra|>?")] * 4  # yapf: disable
+ROW = "row 2 of .* 1 has token 260 .'<.extra.>'.*embeddings of 260 tokens: the tokenizer with its 261 tokens"
+
+
+def unknown(option: str, **more: Any) -> Case:
+    """Rows of which the second has a token that the model lacks, and its tokenizer has."""
+    return given(pretrain="home:foreign", **{option: "home:unknown.jsonl"} | more), ROW
+
+
 UNREADABLE = [rows(1)[0] | {"reference": {"a": [1]}}] * 4
 CASES: dict[str, dict[str, Case]] = {
     "train": MODEL | {
@@ -150,23 +164,31 @@ CASES: dict[str, dict[str, Case]] = {
         "template": (given(chat_template="chatmml"), "unknown chat template"),
         "engine": (given(engine_type="sglang"), "sglang"),
         "critic": (given(advantage_estimator="gae", critic_pretrain="nosuch_dir"), "cannot load a model from 'nosuch"),
+        "small critic": (given(advantage_estimator="gae", critic_pretrain="home:small"), "embeddings of 259 tokens"),
         "kernel": (given(save_path="/proc/sys/x"), "--save_path /proc/sys/x: .*cannot be"),
+        "token": unknown("prompt_data"), "held-out token": unknown("eval_data"),
+        "token of pretraining": unknown("pretrain_data", ptx_coef=0.1),
     },
-    "sft": MODEL | {"few rows": (written(PAIRS[:1], "train_data", chosen_key="chosen"), "")},
+    "sft": MODEL | {"few rows": (written(PAIRS[:1], "train_data", chosen_key="chosen"), ""),
+                    "token": unknown("train_data"), "held-out token": unknown("eval_data")},
     "kd": {"frozen tower": MODEL["frozen tower"], "teacher": (given(teacher_model="home:foreign"), "tokens are not"),
            "no model": (given(teacher_model="nosuch_dir"), "cannot load a model from 'nosuch_dir'"),
+           "token": unknown("train_data", teacher_model="home:foreign"),
            "top k": (given(kd_top_k=1000), "the models have 260 logits")},
     "dpo": MODEL | {"no model": (given(pretrain="nosuch_dir"), "cannot load .*'nosuch_dir'"),
                     "reference": (given(ref_pretrain="home:foreign"), "its tokens are not"),
+                    "token": unknown("train_data"),
                     "cache": (given(ref_cache_dir="home:pairs.jsonl"), "--ref_cache_dir .*is a file; give a folder")},
-    "kto": {"no target": MODEL["no target"], "reference": (given(ref_pretrain="home:foreign"), "its tokens are not")},
-    "rm": {"frozen tower": MODEL["frozen tower"], "no target": MODEL["no target"],
+    "kto": {"token": unknown("train_data"), "no target": MODEL["no target"],
+            "reference": (given(ref_pretrain="home:foreign"), "its tokens are not")},
+    "rm": {"token": unknown("train_data"), "frozen tower": MODEL["frozen tower"], "no target": MODEL["no target"],
            "twice": (given(heads_types="a,a"), "give each score its own name"),
            "pooling": (given(pretrain="home:scorer", pooling_method="attn"), "score.weight is stored as")},
-    "prm": {"no target": MODEL["no target"], "tokens": (given(reward_tokens="good,bad"), "reward_tokens")},
-    "grm": {"no target": MODEL["no target"], "scores": MODEL["scores"]},
+    "prm": {"token": unknown("train_data"), "no target": MODEL["no target"],
+            "tokens": (given(reward_tokens="good,bad"), "reward_tokens")},
+    "grm": {"token": unknown("train_data"), "no target": MODEL["no target"], "scores": MODEL["scores"]},
     "generate": {name: MODEL[name] for name in ("no weights", "no tensor", "other shape", "scores")} | {
-        "long": (given(generate_max_len=1000), "more than the 512 positions"),
+        "long": (given(generate_max_len=1000), "more than the 512 positions"), "token": unknown("prompt_data"),
         "iteration": (given(iter=9, rollout_batch_size=8), "--iter 9: begins at row 72"),
         "other run": (begun, "holds an unfinished run with other options"),
         "reward": (given(score="exatc"), "did you mean exact"),
@@ -177,6 +199,7 @@ CASES: dict[str, dict[str, Case]] = {
         "reward": (given(score="exatc"), "did you mean exact"),
         "scorer": (given(score="home:model"), "--score .*without a reward head"),
         "number": (given(accuracy_part="exact/nosuch"), "--accuracy_part exact/nosuch: .*they give: exact"),
+        "token": unknown("eval_data"),
         "long name": (given(output_path="x" * 300), "cannot be created .File name too long"),
     },
     "chat": {name: MODEL[name] for name in ("no weights", "no tokenizer", "scores")},

@@ -15,6 +15,7 @@ from lightrft.datasets.media_store import open_store
 from lightrft.models.config_json import logit_count, media_kinds, token_frames
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
+from lightrft.models.vocabulary import tokens_of
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.model_media import connect_media, feature_cache
@@ -31,7 +32,7 @@ def check_inputs(option: str, path: str, policy: str, tokenizer: PreTrainedToken
     Raises:
         UserError: it numbers its tokens otherwise, or has no logit for one of them; or of :func:`check_media`.
     """
-    width = logit_count(path)  # before its tokenizer: a path without a model is named as such, as a plan names it
+    logit_count(path)  # before its tokenizer: a path without a model is named as such, as a plan names it
     own, theirs = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
     remedy = f"Take a model of the same family as --pretrain {policy}"
     differ = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
@@ -40,11 +41,20 @@ def check_inputs(option: str, path: str, policy: str, tokenizer: PreTrainedToken
             f"--{option} {path}: {len(differ)} of its tokens are not those of the trained model (the first: "
             f"{differ[0]!r}; vocabularies of {len(theirs)} and {len(own)}), so their distributions cannot "
             f"be compared. {remedy}")
-    needed = min(max(own.values()) + 1, logit_count(policy))
-    if width < needed:  # more tokens than the policy has logits may be in a tokenizer: text models of Gemma-3
-        raise UserError(f"--{option} {path}: it has {width} logits, and the vocabulary needs {needed}. {remedy}, with "
-                        "logits for all tokens")
+    check_width(option, path, policy, tokenizer)
     check_media(option, path, policy, tokenizer, media)
+
+
+def check_width(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model at ``path``, of ``option``, has all tokens that the ``policy`` with ``tokenizer`` has.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    width, needed = logit_count(path), min(tokens_of(tokenizer), logit_count(policy))
+    if width < needed:  # more tokens than the policy has logits may be in a tokenizer: text models of Gemma-3
+        raise UserError(f"--{option} {path}: it has embeddings of {width} tokens, and the vocabulary needs "
+                        f"{needed}. Take a model of the same family as --pretrain {policy}, with all of its tokens")
 
 
 def check_media(option: str, path: str, policy: str, tokenizer: PreTrainedTokenizerBase,

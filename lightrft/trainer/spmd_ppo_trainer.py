@@ -14,11 +14,13 @@ from lightrft.config.schema import Config
 from lightrft.config.stages import check_total, steps_of_data
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.rows import place_of
 from lightrft.datasets.sft_dataset import SFTExample
 from lightrft.models.config_json import check_context, logit_count
 from lightrft.models.loader import load_actor, load_critic
 from lightrft.models.packed_model import PackedModel
 from lightrft.models.rope import fix_length
+from lightrft.models.vocabulary import check_rows
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
@@ -32,7 +34,7 @@ from lightrft.trainer.controllers import get_kl_controller
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
-from lightrft.trainer.frozen_model import check_inputs, check_media, FrozenModel, teacher_builder
+from lightrft.trainer.frozen_model import check_inputs, check_media, check_width, FrozenModel, teacher_builder
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.trainer.optimizer_step import optim_spec
@@ -130,6 +132,7 @@ def _prepare(config: Config, strategy: StrategyBase, models: Models, tokenizer: 
     if models.reference is not None and cfg.ref_pretrain is not None:
         check_inputs("ref_pretrain", cfg.ref_pretrain, policy_path, tokenizer, media)
     if models.critic is not None and cfg.critic_pretrain is not None:
+        check_width("critic_pretrain", cfg.critic_pretrain, policy_path, tokenizer)
         check_media("critic_pretrain", cfg.critic_pretrain, policy_path, tokenizer, media)
     train, shard_size, rate = config.train, config.strategy.fsdp_shard_size, config.optimizer_steps
     policy = optim_spec(train, train.actor_learning_rate, max(total - train.freezing_actor_steps, 1) * rate)
@@ -239,6 +242,9 @@ class SPMDPPOTrainer(PPOTrainer):
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, config.train.seed)
         total = steps_of_data(config, len(prompts))
         check_total(config, total)
+        rows = (("train", prompts), ("eval", eval_prompts), ("pretraining", pretraining))
+        check_rows(models.actor, str(config.model.pretrain), tokenizer,
+                   ((place_of(row.uid, split), row.token_ids) for split, some in rows for row in some))
         ready, timer = _prepare(config, strategy, models, tokenizer, media, total), timer or Timer()
         store = media if isinstance(media, MediaStore) else None
         rewards = rewards or RewardManager(config.reward, setup=ScorerSetup.of(config, strategy.device, strategy,

@@ -54,7 +54,7 @@ def test_a_single_response_is_compared_with_the_reference(judge):
     assert [score.total for score in found] == [1.0, 0.0, None] and found[2].error == "no_rival"
 
 
-def test_no_answer_is_no_reward(judge):
+def test_no_answer_is_no_reward(judge, tmp_path):
     """Neither where the judge is cut off, nor where the request leaves it no room."""
     pair = [item("a"), item("b")]
     cut = scores(judge, pair, judge_max_len=3)
@@ -63,6 +63,10 @@ def test_no_answer_is_no_reward(judge):
     long = scores(judge, [item("a" * 600), item("b"), *pair])
     assert [score.error for score in long] == ["too_long", None, None, None]
     assert (long[1].parts["rm/answered"], "rm/second" in long[1].parts) == (0.5, False), "one comparison is left"
+    shutil.copytree(judge, tmp_path / "marked")
+    tiny.tokenizer(extra="<|extra|>").save_pretrained(tmp_path / "marked")  # a token more than the model has
+    unknown = scores(tmp_path / "marked", [item("a<|extra|>"), item("b"), item("a", "4"), item("b", "4")])
+    assert [score.error for score in unknown] == ["unknown_token", "unknown_token", None, None]
 
 
 def test_a_language_model_grades_by_the_template(judge, tmp_path):

@@ -1,4 +1,7 @@
 """Reward models as rewards: numbers of Hugging Face, queues, weights, recipes, refusals."""
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -141,6 +144,11 @@ def test_what_does_not_fit_is_unscored_and_what_cannot_score_is_refused(scorers,
     long = RewardInput("", "4" * 600, ITEMS[0].messages)
     fits, unfit = manager.collect(manager.submit([ITEMS[0], long]))
     assert fits.total is not None and unfit.total is None and unfit.error == "too_long"
+    shutil.copytree(scorers[0], tmp_path / "marked")
+    tiny.tokenizer(extra="<|extra|>").save_pretrained(tmp_path / "marked")  # a token more than the model has
+    manager = manager_of(str(tmp_path / "marked"))
+    fits, unfit = manager.collect(manager.submit([ITEMS[0], replace(ITEMS[0], response="a<|extra|>")]))
+    assert fits.total is not None and unfit.total is None and unfit.error == "unknown_token"
     picture = RewardInput("", "a", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
     with pytest.raises(UserError, match="reads text only, and a prompt has image"):
         manager.collect(manager.submit([picture]))

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, Generic, TypeVar
+from typing import Any, cast, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.offline_schema import OfflineConfig
 from lightrft.datasets.loader import PromptLoader
 from lightrft.datasets.media_store import MediaStore
+from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_actor
 from lightrft.models.packed_model import PackedModel
+from lightrft.models.vocabulary import check_rows
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.base_trainer import BaseTrainer
@@ -28,7 +30,16 @@ from lightrft.types import Experience, MediaSource
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
 
-Row = TypeVar("Row")
+
+class Named(Protocol):
+    """A row, which its ``uid`` names."""
+
+    @property
+    def uid(self) -> str:
+        """Number of the data set and of the row in it."""
+
+
+Row = TypeVar("Row", bound=Named)
 Loss = tuple[Tensor, dict[str, Tensor]]
 HELD_OUT = 1024  # rows that are packed and evaluated at once
 
@@ -63,6 +74,8 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         self.config, self.eval_rows = config, eval_rows
         self.loader = PromptLoader(rows, train.train_batch_size, config.data.shuffle, train.seed, config.BATCH)
         total = train.max_steps or self._steps(train.max_epochs)
+        for split, some in (("train", rows), ("eval", eval_rows)):
+            check_rows(model, str(config.model.pretrain), tokenizer, self._tokens(some, split))
         spec = optim_spec(train, train.learning_rate, total)
         self.actor = strategy.prepare(model, spec, config.strategy.fsdp_shard_size)
         connect_media(self.actor.model, media, strategy, feature_cache(config.data))
@@ -154,6 +167,11 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         size = self.config.train.train_batch_size
         for rows in (self.loader.dataset, self.eval_rows):
             yield from (self.pack(rows[at:at + size]) for at in range(0, len(rows), size))
+
+    def _tokens(self, rows: Sequence[Row], split: str) -> Iterator[tuple[str, list[int]]]:
+        """Yield the name of each row and the tokens of its sequences."""
+        for row in rows:
+            yield place_of(row.uid, split), self.pack([row]).exp.token_ids.tolist()
 
     def _planned(self, rows: Sequence[Row]) -> tuple[Batch, list[list[int]]]:
         """Return the batch of ``rows``, filled, and the micro-batches of this rank."""

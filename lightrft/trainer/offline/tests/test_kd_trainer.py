@@ -165,7 +165,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(home, tmp_path):
         trainer_of(home, tmp_path, teacher_model=str(home / "foreign"))
     width = len(tiny.tokenizer())
     tiny.change_json(tiny.save_model(home / "short") / "config.json", vocab_size=width - 8)
-    with pytest.raises(UserError, match=f"--teacher_model .*: it has {width - 8} logits, .* needs {width}. Take a"):
+    with pytest.raises(UserError, match=f"--teacher_model .*embeddings of {width - 8} tokens, .* needs {width}. Take"):
         trainer_of(home, tmp_path, teacher_model=str(home / "short"))
 
 
