@@ -27,16 +27,17 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
-from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.trainer.scores import fill_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, Prompt, Segment
+from lightrft.utils.score import Score
 
 MIB = 1 << 20
 COLLECTIVES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "all_to_all_single")
 
 
-def local_batch(rank: int, world: int, prompts: int, samples: int, tokens: int) -> tuple[Batch, list[ScoredSample]]:
-    """Pack the responses of this rank, of ``tokens`` on average, and their scores."""
+def local_batch(rank: int, world: int, prompts: int, samples: int, tokens: int) -> tuple[Batch, list[Episode]]:
+    """Return the responses of this rank, of ``tokens`` on average, packed, and with their scores."""
     packs, scored = [], []
     for group in range(rank, prompts, world):
         generator = torch.Generator().manual_seed(group)
@@ -45,9 +46,9 @@ def local_batch(rank: int, world: int, prompts: int, samples: int, tokens: int) 
             prompt = Prompt("", [1] * 64, "")
             new = length - 64
             segment = Segment([1] * new, [-0.5] * new, version=0)
-            sample = Episode(prompt, group, index, [segment], "stop")
-            packs.append(Batch.of([sample]))
-            scored.append(ScoredSample(group, index, float(index % 3), {"exact": 1.0}, {"exact": 1.0}))
+            score = Score(float(index % 3), {"exact": 1.0}, weights={"exact": 1.0})
+            scored.append(Episode(prompt, group, index, [segment], "stop", score=score))
+            packs.append(Batch.of(scored[-1:]))
     return Batch.cat(packs), scored
 
 
@@ -61,7 +62,7 @@ def log_probs(exp: Batch) -> Tensor:
     return -exp.token_ids.float()
 
 
-def gathered(strategy: StrategyBase, exp: Batch, scored: list[ScoredSample]) -> float:
+def gathered(strategy: StrategyBase, exp: Batch, scored: list[Episode]) -> float:
     """Gather the whole batch on every rank."""
     parts = strategy.all_gather_object(exp)
     exp = Batch.cat(parts) if len(parts) > 1 else exp
@@ -72,23 +73,22 @@ def gathered(strategy: StrategyBase, exp: Batch, scored: list[ScoredSample]) -> 
         whole[exp.tokens_of(own)] = log_probs(exp.select(own))
         vars(exp)[name] = strategy.all_reduce(whole)
     everyone = [each for part in strategy.all_gather_object(scored) for each in part]
-    table = RewardTable.gather(sorted(everyone, key=lambda each: (each.group_id, each.index)))
+    everyone.sort(key=lambda episode: (episode.group_id, episode.index))
     calculator = get_advantage_calculator(AlgorithmConfig(), RewardConfig(), 4096)
-    table.fill(exp, calculator.estimator)
+    fill_rewards(exp, everyone, calculator.estimator)
     calculator(exp)
     return exp.advantages.double().abs().sum().item()
 
 
-def moved(strategy: StrategyBase, exp: Batch, scored: list[ScoredSample]) -> float:
+def moved(strategy: StrategyBase, exp: Batch, scored: list[Episode]) -> float:
     """Move each sequence to the rank that trains it."""
     shards = Shards(strategy, exp)
     numbers = shards.numbers
     shards.move(plan(shards.lens, strategy).homes())
     for name in ("old_logprobs", "ref_logprobs"):
         vars(shards.exp)[name] = log_probs(shards.exp)
-    table = RewardTable.gather(scored, BatchRanks(strategy, numbers, shards.size))
     calculator, batch = get_advantage_calculator(AlgorithmConfig(), RewardConfig(), 4096), shards.batch()
-    table.fill(batch, calculator.estimator)
+    fill_rewards(batch, scored, calculator.estimator, BatchRanks(strategy, numbers, shards.size))
     calculator(batch)
     shards.update(batch)
     return strategy.all_reduce(shards.exp.advantages.double().abs().sum()).item()

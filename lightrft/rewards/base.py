@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from lightrft.config.foreign_values import MANAGERS
 from lightrft.utils.registry import Registry
+from lightrft.utils.score import Score  # noqa: F401  (what a reward manager makes of outcomes)
 
 # causes of unscored responses that lie in a server or a worker, not in the response: a later try may have a score
 TRANSIENT = ("unreachable", "http_status", "timeout", "worker_died", "shutdown")
@@ -44,20 +45,6 @@ class RewardInput:
     def group(self) -> tuple[str, tuple[str, ...]]:
         """Key of the prompt: adjacent responses with the same one are a group."""
         return self.prompt, self.media
-
-
-@dataclass
-class Score:
-    """Score of one response. ``total`` None means *unscored*: ``error`` is then a short, countable cause.
-
-    ``fault``: cause of a reward of 0 for which the response itself is to blame.
-    """
-    total: float | None
-    parts: dict[str, float | None] = field(default_factory=dict)
-    error: str | None = None
-    weights: dict[str, float] = field(default_factory=dict)  # weights of the parts in the total
-    steps: list[tuple[int, float]] = field(default_factory=list)  # their share of the total, as in Outcome, weighted
-    fault: str | None = None
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,6 @@ def test_a_number_that_some_parts_lack_is_missing_there():
     assert (joined.extra["delay"] == -1).tolist() == [True] * 10 + [False] * 10
 
 
-def test_a_checkpoint_has_the_numbers_that_this_run_declares():
-    saved = vars(make()) | {"extra": {"calls": torch.ones(4), "gone": torch.ones(4)}}
-    loaded = Batch.load(saved)
-    assert {*loaded.extra} == {"calls", "delay"} and (loaded.extra["delay"] == -1).all()
-
-
 def test_responses_fill_every_field_that_is_declared_to_be_read_from_them():
     prompt = Prompt("u", [1, 2], "p", media=("image:0", ))
     first = Episode.of(prompt, 3, 0, Completion([5], [-0.5], "stop"), 7)

@@ -1,14 +1,16 @@
-"""Whole groups of samples that can be selected, joined and renumbered, and the counts of their generation."""
+"""Finished episodes that are carried over to later steps, in checkpoints, and the counts of their generation."""
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Batch
+from lightrft.trainer.samples import load_score
+from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.logging import get_logger
 
 _CARRIED = {
@@ -24,43 +26,37 @@ def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
             get_logger().warning(_CARRIED[kind], len(state[kind]))
 
 
-@dataclass
-class ScoredGroups:
-    """Whole groups of this rank, one after another: packed samples and their scores."""
-    exp: Batch
-    scored: list[ScoredSample]
+def state_of(episode: Episode) -> dict[str, Any]:
+    """Return a finished episode for a checkpoint, with what later stages read of its prompt."""
+    prompt = episode.prompt
+    used = {"uid": prompt.uid, "token_ids": prompt.token_ids, "text": prompt.text, "reference": prompt.reference,
+            "media": prompt.media}  # yapf: disable
+    return {"prompt": used, "group_id": episode.group_id, "index": episode.index} | episode.state()
 
-    @property
-    def numbers(self) -> list[int]:
-        """Number of each group: of the draw of its prompt."""
-        return self.exp.group_ids.unique_consecutive().tolist()
 
-    def keep(self, samples: Tensor) -> "ScoredGroups":
-        """Return the groups of the samples where ``samples`` [B] is True."""
-        index = samples.nonzero()[:, 0].tolist()
-        return ScoredGroups(self.exp.select(index), [self.scored[i] for i in index])
+def load_episodes(state: dict[str, Any]) -> list[Episode]:
+    """Restore finished episodes from a checkpoint: from the states of each, or from the packed tokens and the rows that
+    earlier versions wrote."""
+    if "exp" in state:
+        return [*_unpacked(state["exp"], state["rows"])]
+    return [Episode.load(Prompt(**row["prompt"]), row["group_id"], row["index"], row) for row in state["rows"]]
 
-    def split(self, numbers: list[int]) -> tuple["ScoredGroups", "ScoredGroups"]:
-        """Return the groups ``numbers`` that are here, and the others."""
-        first = torch.isin(self.exp.group_ids, torch.tensor(numbers, dtype=torch.long))
-        return self.keep(first), self.keep(~first)
 
-    def __add__(self, other: "ScoredGroups") -> "ScoredGroups":
-        if not (self.scored and other.scored):
-            return self if self.scored else other
-        return ScoredGroups(Batch.cat([self.exp, other.exp]), self.scored + other.scored)
-
-    def renumbered(self, order: list[int]) -> "ScoredGroups":
-        """Return the same groups, numbered by their index in ``order``, which becomes the order of the batch."""
-        places = {number: place for place, number in enumerate(order)}
-        group_ids = [places[number] for number in self.exp.group_ids.tolist()]
-        scored = [replace(each, group_id=group_id) for each, group_id in zip(self.scored, group_ids)]
-        return ScoredGroups(replace(self.exp, group_ids=torch.tensor(group_ids, dtype=torch.long)), scored)
-
-    @classmethod
-    def none(cls) -> "ScoredGroups":
-        """Return an empty set of groups."""
-        return cls(Batch.of([]), [])
+def _unpacked(tensors: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[Episode]:
+    """Yield the episodes whose tokens were packed in ``tensors``, one per row of their scores."""
+    names = {"token_ids": "token_ids", "logprobs": "rollout_logprobs", "weight_versions": "weight_versions"}
+    columns = {name: tensors[field].tolist() for name, field in names.items()}
+    bounds = pairwise(tensors["cu_seqlens"].tolist())
+    for row, (begin, end), keys in zip(rows, bounds, tensors.get("media") or repeat(())):
+        drawn = [version >= 0 for version in columns["weight_versions"][begin:end]]
+        start = begin + (drawn.index(True) if True in drawn else len(drawn))
+        prompt = Prompt(row["uid"], columns["token_ids"][begin:start], row["prompt"] or "",
+                        reference=row["reference"], media=tuple(keys))  # yapf: disable
+        response: dict[str, Any] = {name: values[start:end] for name, values in columns.items()}
+        response |= {"finish_reason": row["finish_reason"], "text": row["response"] or ""}
+        episode = Episode.load(prompt, row["group_id"], row["index"], response)
+        load_score(episode, row)
+        yield episode
 
 
 @dataclass

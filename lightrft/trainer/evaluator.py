@@ -13,9 +13,9 @@ from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import Environment
 from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
-from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Episode, Prompt
 from lightrft.utils.logging import warn_of_all
+from lightrft.utils.score import Score
 
 GROUPS, SAMPLES = 4, 8  # held-out prompts, and answers to each, that the report shows
 Z = 1.959964  # of an interval of 95 %
@@ -42,11 +42,13 @@ def wilson_interval(mean: float, prompts: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Scored response to a held-out prompt."""
+    """Scored response to a held-out prompt, as all ranks need it."""
+    group_id: int
+    index: int
     source: str  # data source of the prompt
     length: int  # tokens of the response
-    scored: ScoredSample
-    sample: Episode | None = None  # with its tokens, where it is shown
+    score: Score
+    sample: Episode | None = None  # the response itself, where it is shown
 
 
 class Evaluator:
@@ -70,28 +72,27 @@ class Evaluator:
         mine = self.strategy.mesh.engines.of(list(enumerate(self.prompts)))
         samples = self._generate(mine)
         scores = self.rewards.score([reward_input(sample.prompt, sample.text) for sample in samples])
+        for sample, score in zip(samples, scores):
+            sample.score = score
         local = [
-            Answer(sample.prompt.data_source or "default", sample.response_len, ScoredSample.of(sample, score, shown),
-                   sample if shown else None)
-            for sample, score, shown in zip(samples, scores, map(self._shown, samples))
+            Answer(sample.group_id, sample.index, sample.prompt.data_source or "default", sample.response_len, score,
+                   sample if self._shown(sample) else None) for sample, score in zip(samples, scores)
         ]
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]
-        answers.sort(key=lambda answer: (answer.scored.group_id, answer.scored.index))
-        self._define_right([answer.scored for answer in answers if answer.scored.reward is not None])
+        answers.sort(key=lambda answer: (answer.group_id, answer.index))
+        self._define_right([answer.score for answer in answers if answer.score.total is not None])
         return self._metrics(answers), [answer for answer in answers if answer.sample is not None]
 
-    def _define_right(self, scored: list[ScoredSample]) -> None:
+    def _define_right(self, scores: list[Score]) -> None:
         """Learn which part says what is right; say once, on one rank, where none does."""
-        self.correctness.observe(sample.parts for sample in scored)
+        self.correctness.observe(score.parts for score in scores)
         if not self.config.reward.reward_probe:  # which knows the numbers of functions before the run
             check_accuracy_part(self.correctness.accuracy_part, self.correctness.seen,
-                                [sample.parts for sample in scored])
-        undefined = [
-            sample.parts for sample in scored if self.correctness.is_right(sample.parts, sample.weights) is None
-        ]
+                                [score.parts for score in scores])
+        undefined = [score.parts for score in scores if self.correctness.is_right(score.parts, score.weights) is None]
         if undefined and not self.warned:
             warn_of_all(
-                f"held-out accuracy (pass@k) of {len(undefined)} of {len(scored)} responses is not defined, and "
+                f"held-out accuracy (pass@k) of {len(undefined)} of {len(scores)} responses is not defined, and "
                 f"eval/all/reward@{self.config.eval.eval_n_samples} is their mean reward: "
                 f"{self.correctness.remedy(undefined)}")
             self.warned = True
@@ -115,26 +116,27 @@ class Evaluator:
 
     def _source_metrics(self, name: str, answers: list[Answer]) -> dict[str, float]:
         """Return the metrics of a source. Unscored responses enter no mean and are counted by cause."""
-        cfg, samples = self.config.eval, [answer.scored for answer in answers]
-        scored = [sample for sample in samples if sample.reward is not None]
-        values: dict[str, list[float]] = {f"reward@{cfg.eval_n_samples}": [sample.reward or 0.0 for sample in scored]}
+        cfg, scores = self.config.eval, [answer.score for answer in answers]
+        scored = [answer for answer in answers if answer.score.total is not None]
+        rewards = [answer.score.total or 0.0 for answer in scored]
+        values: dict[str, list[float]] = {f"reward@{cfg.eval_n_samples}": rewards}
         values["len"] = [answer.length for answer in answers]
-        for part in sorted({part for sample in samples for part in sample.parts}):
-            values[part] = [value for sample in samples if (value := sample.parts.get(part)) is not None]
+        for part in sorted({part for score in scores for part in score.parts}):
+            values[part] = [value for score in scores if (value := score.parts.get(part)) is not None]
         metrics = self._passed(scored) | {metric: sum(of) / len(of) for metric, of in values.items() if of}
-        metrics |= {"prompts": len({sample.group_id for sample in samples}), "unscored": len(samples) - len(scored)}
-        causes = Counter(f"unscored/{sample.error or 'unknown'}" for sample in samples if sample.reward is None)
-        causes += Counter(f"faults/{sample.fault}" for sample in scored if sample.fault)
+        metrics |= {"prompts": len({answer.group_id for answer in answers}), "unscored": len(answers) - len(scored)}
+        causes = Counter(f"unscored/{score.error or 'unknown'}" for score in scores if score.total is None)
+        causes += Counter(f"faults/{answer.score.fault}" for answer in scored if answer.score.fault)
         metrics |= dict(sorted(causes.items()))
         return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
 
-    def _passed(self, scored: list[ScoredSample]) -> dict[str, float]:
+    def _passed(self, scored: list[Answer]) -> dict[str, float]:
         """Return ``pass@k`` and its interval, over the prompts with at least k scored samples that can be right."""
         groups = defaultdict(list)
-        for sample in scored:
-            right = self.correctness.is_right(sample.parts, sample.weights)
+        for answer in scored:
+            right = self.correctness.is_right(answer.score.parts, answer.score.weights)
             if right is not None:
-                groups[sample.group_id].append(right)
+                groups[answer.group_id].append(right)
         metrics: dict[str, float] = {}
         for k in self.config.eval.eval_pass_k:
             rates = [pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k]

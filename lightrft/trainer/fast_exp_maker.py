@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, Protocol, TypeVar
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
 from lightrft.models.packed_model import PackedModel
-from lightrft.rewards.base import Score
+from lightrft.utils.score import Score
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
@@ -24,7 +23,7 @@ from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
 from lightrft.trainer.samples import decode, respond, ResponseGroup, reward_input, sample_seed, sampling_params
-from lightrft.trainer.scores import on_tokens, RewardTable, ScoredSample, spread_steps
+from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, MediaSource, Prompt
 from lightrft.utils.lightrft_names import answers_names
@@ -32,7 +31,7 @@ from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
 Item = TypeVar("Item")
-Scored = Callable[[], list[ScoredSample]]  # waits for the scores of this rank
+Scored = Callable[[], list[Episode]]  # waits for the scores of this rank's episodes, and returns these
 
 
 class Listener(Protocol):
@@ -165,7 +164,7 @@ class GenerationRun:
         """Report the remaining responses of a finished group, and the group."""
         self.bar.update(1)
         group = self.groups[i]
-        begun = {each.index for each in group.scored} | self.samples[i].keys()
+        begun = {response.index for response in group.responses if response.score is not None} | self.samples[i].keys()
         if rest := [(i, j) for j in range(len(group.responses)) if j not in begun]:
             self._report(rest)
         for listener in self.maker.listeners:
@@ -187,8 +186,8 @@ class Rollout:
     """Rollout batch of all ranks, ready for the update. An empty one makes no update."""
     shards: Shards
     buffer: ReplayBuffer
-    scored: list[ScoredSample]  # of the samples that this rank generated, in their order
-    numbers: list[int]  # indices of these samples in the batch
+    episodes: list[Episode]  # those that this rank generated, with their scores
+    numbers: list[int]  # their indices in the batch
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -309,15 +308,14 @@ class FastExperienceMaker:
         return baseline
 
     def _scored(self, samples: list[Episode], baseline: Callable[[], dict[int, tuple]]) -> Scored:
-        log = self.config.log
-        texts = log.save_trajectories or log.report or log.print_samples > 0
 
-        def wait() -> list[ScoredSample]:
+        def wait() -> list[Episode]:
             with self.timer("reward"):
                 greedy, scores = baseline(), self.reward_listener.scores()
-                return [ScoredSample.of(sample, score, texts, greedy.get(sample.group_id),
-                                        on_tokens(sample, score.steps, self.tokenizer))
-                        for sample, score in zip(samples, scores)]  # yapf: disable
+                for sample, score in zip(samples, scores):
+                    sample.score, sample.greedy = score, greedy.get(sample.group_id)
+                    sample.steps = on_tokens(sample, score.steps, self.tokenizer)
+            return samples
 
         return wait
 
@@ -346,13 +344,17 @@ class FastExperienceMaker:
             if self.logprobs.wanted(shards.size):  # else the update fetches what it trains
                 shards.move(buffer.homes())
         self.logprobs.fill(shards, buffer, self.timer)
-        samples = scored()
-        table = RewardTable.gather(samples, BatchRanks(self.strategy, numbers, shards.size))
+        episodes = scored()
+        batch, owners = shards.batch(), BatchRanks(self.strategy, numbers, shards.size)
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
+        metrics |= fill_rewards(batch, episodes, self.calculator.estimator, owners)
         with self.timer("advantage"):
-            steps = spread_steps(shards.exp, numbers.tolist(), samples, self.strategy) if self.per_step else None
-            metrics |= self._advantages(shards, table, kl_coef, steps)
-        return Rollout(shards, buffer, samples, numbers.tolist(), metrics)
+            if self.per_step:
+                batch.step_rewards = step_rewards(shards.exp, numbers.tolist(), episodes, self.strategy)
+            metrics |= self.calculator(batch, kl_coef)
+            shards.update(batch)
+            metrics["rollout/kept_samples"] = (shards.kept > 0).sum().item()
+        return Rollout(shards, buffer, episodes, numbers.tolist(), metrics)
 
     def buffer(self, shards: Shards, step: int) -> ReplayBuffer:
         """Return the plan that cuts the rollout of a step into passes."""
@@ -361,14 +363,6 @@ class FastExperienceMaker:
         return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, data.index, data.size,
                             f"{train.seed}/{step}", near=shards.near(self.config.shares_prompts),
                             attention=cast(PackedModel, self.logprobs.actor.model).attention)
-
-    def _advantages(self, shards: Shards, table: RewardTable, kl_coef: float, steps: Tensor | None) -> dict[str, float]:
-        batch = shards.batch()
-        batch.step_rewards = cast(Tensor, steps)
-        metrics = table.fill(batch, self.calculator.estimator)
-        metrics |= self.calculator(batch, kl_coef)
-        shards.update(batch)
-        return metrics | {"rollout/kept_samples": (shards.kept > 0).sum().item()}
 
 
 class NaiveExperienceMaker(FastExperienceMaker):

@@ -1,5 +1,4 @@
 """Partial rollout (``--oversample``): a step does not wait for its longest responses; the next step continues them."""
-from dataclasses import replace
 from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple
@@ -13,8 +12,7 @@ from lightrft.trainer.dynamic_sampling import warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.samples import ResponseGroup
-from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Batch, Prompt
+from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
@@ -33,6 +31,11 @@ class Progress(NamedTuple):
     def version(self, step: int) -> int:
         """Return the version of the oldest token; ``step`` if there is none."""
         return step if self.oldest is None else self.oldest
+
+
+def _renumbered(chosen: dict[int, ResponseGroup]) -> list[Episode]:
+    """Return the responses of the groups, which are given by index in the batch, with this index as their group."""
+    return [response for index, group in chosen.items() for response in group.renumbered(index)]
 
 
 def check_saved(prompt: Prompt) -> None:
@@ -93,8 +96,13 @@ class OversamplingSource:
                 self.progress |= dict(found)
         tokens = sum(self.progress[number].tokens - each.tokens for number, each in running.items())
         old, chosen = self._take(step)
-        exp = Batch.of([sample for index, group in chosen.items() for sample in group.renumbered(index)])
-        rollout = self.maker.complete(exp, lambda: self._scored(wait(), chosen), step, kl_coef)
+        exp = Batch.of(_renumbered(chosen))
+
+        def scored() -> list[Episode]:
+            wait()
+            return _renumbered(chosen)
+
+        rollout = self.maker.complete(exp, scored, step, kl_coef)
         rollout.metrics |= staleness_metrics(rollout.shards, step) | self._metrics(chosen) | {
             "rollout/tokens": tokens,
             "rollout/tokens_per_s": tokens / max(self.maker.timer.seconds("rollout"), 1e-9),
@@ -129,16 +137,6 @@ class OversamplingSource:
         self.progress = {number: self.progress[number] for number in order if number not in set(chosen)}
         self.groups = [here[number] for number in self.progress if number in here]
         return old, {index: here[number] for index, number in enumerate(chosen) if number in here}
-
-    def _scored(self, fresh: list[ScoredSample], chosen: dict[int, ResponseGroup]) -> list[ScoredSample]:
-        """Give every group its ``fresh`` scores; return all scores of ``chosen``, with the index of their group."""
-        groups = {group.number: group for group in (*chosen.values(), *self.groups)}
-        for each in fresh:
-            groups[each.group_id].scored.append(each)
-        return [
-            replace(each, group_id=index) for index, group in chosen.items()
-            for each in sorted(group.scored, key=lambda each: each.index)
-        ]
 
     def _metrics(self, chosen: dict[int, ResponseGroup]) -> dict[str, float]:
         versions = [{each.version for each in response.segments if each.drawn} for group in chosen.values()

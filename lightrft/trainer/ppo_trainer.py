@@ -157,7 +157,7 @@ class PPOTrainer(BaseTrainer):
             self._wake_engine(self.step)
         self.recorder.evaluation(self.step, self.total_steps, answers)
         if self.step in (0, self.total_steps):
-            self.log.solutions(self.step, [answer.scored for answer in answers])
+            self.log.solutions(self.step, [answer.sample for answer in answers if answer.sample])
         return metrics | self._report(*self.tripwires.evaluation(metrics))
 
     def export(self, name: str) -> None:

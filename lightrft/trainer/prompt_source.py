@@ -1,20 +1,22 @@
 """Sources of the rollout batch of a step: the next prompts, or with dynamic sampling the groups that can be trained."""
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
 from lightrft.trainer.advantage_calculator import trainable_samples
-from lightrft.trainer.dynamic_sampling import ScoredGroups, Tally, warn_dropped
+from lightrft.trainer.dynamic_sampling import load_episodes, state_of, Tally, warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource
-from lightrft.trainer.scores import ScoredSample
 from lightrft.trainer.shards import Shards
-from lightrft.types import Batch
+from lightrft.types import Batch, Episode
 from lightrft.utils.logging import get_logger
 
 
@@ -54,7 +56,7 @@ class DynamicSource:
     def __init__(self, config: Config, maker: FastExperienceMaker, loader: PromptLoader, limit: int | None) -> None:
         self.config, self.maker, self.loader, self.limit = config, maker, loader, limit
         self.batch, self.strategy = config.rollout.rollout_batch_size, maker.strategy
-        self.waiting = ScoredGroups.none()
+        self.waiting: list[Episode] = []  # of this rank, group by group
         self.numbers: list[int] = []  # of the waiting groups of all ranks, in the order of their draws
 
     @property
@@ -73,8 +75,7 @@ class DynamicSource:
         while len(self.numbers) < self.batch and tally.rounds < self.config.rollout.max_gen_rounds and self._left():
             self._round(min(self._left(), self._wanted(tally)), tally)
         chosen, self.numbers = self.numbers[:self.batch], self.numbers[self.batch:]
-        groups, self.waiting = self.waiting.split(chosen)
-        rollout = self._rollout(groups.renumbered(chosen), tally, step, kl_coef) if chosen else self._empty(tally, step)
+        rollout = self._rollout(chosen, step, kl_coef) if chosen else self._empty(tally, step)
         rollout.metrics |= staleness_metrics(rollout.shards, step) if chosen else {}
         rollout.metrics |= tally.metrics(self.maker.timer.seconds("rollout"))
         return rollout
@@ -89,20 +90,29 @@ class DynamicSource:
     def _round(self, count: int, tally: Tally) -> None:
         """Generate and score ``count`` prompts; append the accepted groups to ``waiting``, in the order of draws."""
         exp, wait = self.maker.generate(self.loader.draw(count), "draw")
-        groups = ScoredGroups(exp, wait())
-        exp.scored = torch.tensor([each.reward is not None for each in groups.scored], dtype=torch.bool)
-        exp.rewards = torch.tensor([each.reward or 0.0 for each in groups.scored], dtype=torch.float32)
+        episodes = wait()
+        exp.scored = torch.tensor([episode.reward is not None for episode in episodes], dtype=torch.bool)
+        exp.rewards = torch.tensor([episode.reward or 0.0 for episode in episodes], dtype=torch.float32)
+        accepted = [episode for episode, good in zip(episodes, self._accepts(exp).tolist()) if good]
+        causes = Counter(episode.score.error for episode in episodes if episode.score and episode.reward is None)
+        gathered = self.strategy.all_gather_object(({episode.group_id for episode in accepted}, causes))
+        numbers = sorted(chain.from_iterable(numbers for numbers, _ in gathered))
+        tally.add(count, len(numbers), exp, sum((causes for _, causes in gathered), Counter()), self.strategy)
+        self.waiting, self.numbers = self.waiting + accepted, self.numbers + numbers
+
+    def _accepts(self, exp: Batch) -> Tensor:
+        """bool [B]: the samples of the groups that are accepted."""
         stats = group_stats(exp.rewards, exp.group_ids, exp.scored)
         taught = group_stats(trainable_samples(exp, self.config.reward).float(), exp.group_ids, exp.scored).mean > 0
-        good = groups.keep(taught & (stats.size > 1) & (stats.spread > self.config.algorithm.zero_spread))
-        causes = Counter(each.error for each in groups.scored if each.reward is None)
-        found = self.strategy.all_gather_object((good.numbers, causes))
-        accepted = sorted(number for numbers, _ in found for number in numbers)
-        tally.add(count, len(accepted), exp, sum((each for _, each in found), Counter()), self.strategy)
-        self.waiting, self.numbers = self.waiting + good, self.numbers + accepted
+        return taught & (stats.size > 1) & (stats.spread > self.config.algorithm.zero_spread)
 
-    def _rollout(self, groups: ScoredGroups, tally: Tally, step: int, kl_coef: float) -> Rollout:
-        return self.maker.complete(groups.exp, lambda: groups.scored, step, kl_coef)
+    def _rollout(self, chosen: list[int], step: int, kl_coef: float) -> Rollout:
+        """Train on the groups ``chosen``, whose order becomes that of the batch."""
+        positions = {number: position for position, number in enumerate(chosen)}
+        episodes = [replace(episode, group_id=positions[episode.group_id]) for episode in self.waiting
+                    if episode.group_id in positions]  # yapf: disable
+        self.waiting = [episode for episode in self.waiting if episode.group_id not in positions]
+        return self.maker.complete(Batch.of(episodes), lambda: episodes, step, kl_coef)
 
     def _empty(self, tally: Tally, step: int) -> Rollout:
         get_logger().warning(
@@ -114,12 +124,8 @@ class DynamicSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the waiting groups of all ranks, in order, on rank 0, which writes them; a collective."""
-        none = ScoredGroups.none()
-        whole = sum(self.strategy.gather_object(self.waiting, none), none)
-        whole = whole.keep(torch.ones(len(whole.scored), dtype=torch.bool))
-        order = whole.exp.group_ids.argsort(stable=True).tolist()
-        tensors = {name: value for name, value in vars(whole.exp.select(order)).items() if value is not None}
-        return {"exp": tensors, "rows": [vars(whole.scored[i]) for i in order]}
+        episodes = chain.from_iterable(self.strategy.gather_object(self.waiting, []))
+        return {"rows": [state_of(episode) for episode in sorted(episodes, key=lambda episode: episode.group_id)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; drop groups of another size than this run's, with a warning."""
@@ -129,10 +135,10 @@ class DynamicSource:
             return
         sizes, size = {*Counter(row["group_id"] for row in rows).values()}, self.config.rollout.n_samples_per_prompt
         if sizes == {size}:
-            indices = torch.tensor([row["index"] for row in rows])  # earlier versions did not write them
-            whole = ScoredGroups(Batch.load({"indices": indices} | state["exp"]), [ScoredSample(**row) for row in rows])
-            self.numbers = whole.numbers
-            self.waiting = whole.split(list(self.maker.deal(self.numbers)))[0]
+            episodes = load_episodes(state)
+            self.numbers = [*dict.fromkeys(episode.group_id for episode in episodes)]
+            dealt = {*self.maker.deal(self.numbers)}
+            self.waiting = [episode for episode in episodes if episode.group_id in dealt]
         else:
             get_logger().warning(
                 "groups of %s samples carried over in the checkpoint are dropped: "

@@ -3,6 +3,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from lightrft.models.tokenizer import save_tokenizer
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.model_card import model_card, steps_of
-from lightrft.trainer.scores import ScoredSample
+from lightrft.trainer.scores import log_row
+from lightrft.types import Episode
 from lightrft.utils.curve import plot_curve, read_metrics
 from lightrft.utils.errors import optional_output
 from lightrft.utils.env import peak_memory_gib
@@ -170,9 +172,9 @@ class RolloutLog(RunLog):
         if self.sinks is not None and metrics:
             self.sinks.log(step, metrics)
 
-    def solutions(self, step: int, samples: list[ScoredSample]) -> None:
+    def solutions(self, step: int, samples: list[Episode]) -> None:
         """Show a few held-out solutions."""
-        first = [sample.row() for sample in samples if not sample.index]
+        first = [log_row(sample) for sample in samples if not sample.index]
         self._show(step, "held-out", f"held-out solutions after step {step}", first)
 
     def rollout(self, step: int, rollout: Rollout, last: bool) -> None:
@@ -209,8 +211,8 @@ class RolloutLog(RunLog):
         if not rollout.shards.size:
             return
         advantages, lens = rollout.shards.advantages.tolist(), rollout.shards.lens.tolist()
-        own = dict(zip(rollout.numbers, rollout.scored))
+        episodes = dict(zip(rollout.numbers, rollout.episodes))
         for start in range(0, len(indices), ROWS):
-            parts = self.strategy.all_gather_object([(i, own[i]) for i in indices[start:start + ROWS] if i in own])
-            for i, sample in sorted(chain.from_iterable(parts), key=lambda each: each[0]):
-                yield sample.row() | {"tokens": lens[i], "advantage": advantages[i]}
+            here = [(i, log_row(episodes[i])) for i in indices[start:start + ROWS] if i in episodes]
+            for i, row in sorted(chain.from_iterable(self.strategy.all_gather_object(here)), key=itemgetter(0)):
+                yield row | {"tokens": lens[i], "advantage": advantages[i]}

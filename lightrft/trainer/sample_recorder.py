@@ -15,10 +15,10 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.evaluator import Answer, GROUPS, SAMPLES
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.samples import sample_seed
-from lightrft.trainer.scores import ScoredSample
-from lightrft.types import Episode, Experience, MediaSource
+from lightrft.types import Batch, Episode, MediaSource
 from lightrft.utils.errors import first_line, optional_output, UserError
 from lightrft.utils.logging import get_logger
+from lightrft.utils.score import Score
 from lightrft.utils.sinks import backup_path, cut_after
 from lightrft.utils.trajectory_saver import json_line, shorten
 
@@ -28,58 +28,41 @@ RECORDS = 32  # of a run, for training and held-out prompts each
 THUMBNAILS, THUMBNAIL = 8, 160  # pictures of a prompt, and their longest side in pixels
 FILE = "samples.jsonl"
 
-Group = list[tuple[ScoredSample, int]]  # samples of one prompt, and their indices in the batch
+Group = list[tuple[Episode, int]]  # samples of one prompt, and their indices in the batch
 
 
 @dataclass
 class Response:
-    """Tokens of one response, with the token before it; ``advantages`` is empty where there are none. ``media`` are
-    the keys of the prompt's media."""
-    scored: ScoredSample
-    before: int
-    token_ids: list[int]
-    logprobs: list[float | None]  # None: not drawn by the policy
+    """Scored response, with the advantages of its tokens; these are empty where there are none."""
+    episode: Episode
     advantages: list[float]
-    media: tuple[str, ...] = ()
 
     @classmethod
-    def of_sample(cls, scored: ScoredSample, sample: Episode) -> "Response":
-        """Take the tokens of a held-out answer."""
-        start = len(sample.prompt.token_ids)
-        drawn = zip(sample.logprobs[start:], sample.loss_mask[start:])
-        return cls(scored, sample.token_ids[start - 1], sample.token_ids[start:],
-                   [logprob if own else None for logprob, own in drawn], [], sample.prompt.media)
-
-    @classmethod
-    def of_experience(cls, scored: Iterable[ScoredSample], exp: Experience) -> "list[Response]":
-        """Take the tokens of the sequences of ``exp``, in order."""
-        columns = [each.tolist() for each in (exp.token_ids, exp.drawn, exp.rollout_logprobs, exp.advantages)]
-        found = []
-        media = exp.media or [()] * exp.num_seqs
-        for sample, keys, (begin, end) in zip(scored, media, pairwise(exp.cu_seqlens.tolist()), strict=True):
-            ids, drawn, logprobs, advantages = (column[begin:end] for column in columns)
-            start = drawn.index(True) if True in drawn else len(ids)
-            kept = [logprob if own else None for logprob, own in zip(logprobs[start:], drawn[start:])]
-            found.append(cls(sample, ids[start - 1], ids[start:], kept, advantages[start:], keys))
-        return found
+    def of_batch(cls, episodes: Iterable[Episode], batch: Batch) -> "list[Response]":
+        """Take the advantages of the sequences of ``batch``, which are those of ``episodes``."""
+        bounds, advantages = pairwise(batch.cu_seqlens.tolist()), batch.advantages.tolist()
+        return [cls(episode, advantages[begin + episode.prompt_len:end])
+                for episode, (begin, end) in zip(episodes, bounds, strict=True)]  # yapf: disable
 
     def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
         """Return the record of the response, with at most ``limit`` tokens, half of them from its end."""
-        size, scored = len(self.token_ids), self.scored
+        episode, token_ids = self.episode, self.episode.response_ids
+        size, before, score = len(token_ids), episode.prompt.token_ids[-1], episode.score or Score(None)
+        logprobs = [logprob if segment.drawn else None for segment in episode.segments for logprob in segment.logprobs]
         half = limit // 2 if size > limit else size
         tail = slice(max(size - half, half), size)
         kept = [*range(half), *range(size)[tail]]
-        said = texts(self.before, self.token_ids[:half])
-        said += texts(self.token_ids[tail.start - 1], self.token_ids[tail]) if tail.start < size else []
-        own = [self.advantages[i] for i in kept if self.logprobs[i] is not None] if self.advantages else []
+        shown = texts(before, token_ids[:half])
+        shown += texts(token_ids[tail.start - 1], token_ids[tail]) if tail.start < size else []
+        drawn = [self.advantages[i] for i in kept if logprobs[i] is not None] if self.advantages else []
         row: dict[str, Any] = {
-            "index": scored.index, "reward": scored.reward, "parts": scored.parts, "error": scored.error,
-            "finish": scored.finish_reason, "tokens": size, "text": said,
-            "logprobs": [None if self.logprobs[i] is None else round(self.logprobs[i] or 0.0, 3) for i in kept]
+            "index": episode.index, "reward": score.total, "parts": score.parts, "error": score.error,
+            "finish": episode.finish_reason, "tokens": size, "text": shown,
+            "logprobs": [None if logprobs[i] is None else round(logprobs[i] or 0.0, 3) for i in kept]
         }  # yapf: disable
-        if own:  # most algorithms give all tokens of a response the same advantage
-            same = min(own) == max(own)
-            row["advantages"] = round(own[0], 4) if same else [round(self.advantages[i], 4) for i in kept]
+        if drawn:  # most algorithms give all tokens of a response the same advantage
+            same = min(drawn) == max(drawn)
+            row["advantages"] = round(drawn[0], 4) if same else [round(self.advantages[i], 4) for i in kept]
         return row | ({"cut": [half, size - len(kept)]} if len(kept) < size else {})
 
 
@@ -143,32 +126,32 @@ class SampleRecorder:
         if not (self._due("training", step, total_steps) and rollout.shards.size):
             return
         chosen = self._chosen(rollout)
-        exp = rollout.shards.collect(list(chosen))
+        batch = rollout.shards.collect(list(chosen))
         if self.strategy.is_main:
-            self._write("training", step, Response.of_experience(chosen.values(), exp))
+            self._write("training", step, Response.of_batch(chosen.values(), batch))
 
-    def _chosen(self, rollout: Rollout) -> dict[int, ScoredSample]:
+    def _chosen(self, rollout: Rollout) -> dict[int, Episode]:
         """Return samples of the groups with the lowest hashes, by their index in the batch."""
-        own = sorted(zip(rollout.scored, rollout.numbers), key=lambda each: (each[0].group_id, each[0].index))
-        groups = [list(group)[:SAMPLES] for _, group in groupby(own, key=lambda each: each[0].group_id)]
-        ranked = [(sample_seed("report", group[0][0].uid), group[0][0].group_id, group) for group in groups]
+        here = sorted(zip(rollout.episodes, rollout.numbers), key=lambda each: (each[0].group_id, each[0].index))
+        groups = [list(group)[:SAMPLES] for _, group in groupby(here, key=lambda each: each[0].group_id)]
+        ranked = [(sample_seed("report", group[0][0].prompt.uid), group[0][0].group_id, group) for group in groups]
         parts = self.strategy.all_gather_object(_lowest(ranked))
         return {number: sample for *_, group in _lowest(chain.from_iterable(parts)) for sample, number in group}
 
     def evaluation(self, step: int, total_steps: int, answers: Sequence[Answer]) -> None:
         """Record the first groups of an evaluation: the same prompts every time."""
         if self._due("held-out", step, total_steps) and self.strategy.is_main:
-            shown = [(answer.scored, answer.sample) for answer in answers if answer.scored.group_id < GROUPS]
-            self._write("held-out", step, [Response.of_sample(scored, sample) for scored, sample in shown if sample])
+            shown = [answer.sample for answer in answers if answer.sample and answer.group_id < GROUPS]
+            self._write("held-out", step, [Response(sample, []) for sample in shown])
 
     def _write(self, kind: str, step: int, responses: list[Response]) -> None:
         limit, groups = TOKENS // max(len(responses), 1), []
-        for _, members in groupby(responses, key=lambda each: each.scored.group_id):
+        for _, members in groupby(responses, key=lambda response: response.episode.group_id):
             group = list(members)
-            first, rows = group[0].scored, [each.row(self.texts, limit) for each in group]
-            groups.append({"uid": first.uid, "prompt": shorten(first.prompt or "", CHARACTERS),
-                           "reference": first.reference, "samples": rows,
-                           "media": [self._shown(key) for key in group[0].media[:THUMBNAILS]]})  # yapf: disable
+            prompt, rows = group[0].episode.prompt, [response.row(self.texts, limit) for response in group]
+            groups.append({"uid": prompt.uid, "prompt": shorten(prompt.text, CHARACTERS),
+                           "reference": prompt.reference, "samples": rows,
+                           "media": [self._shown(key) for key in prompt.media[:THUMBNAILS]]})  # yapf: disable
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
 
     def _shown(self, key: str) -> str:

@@ -1,7 +1,7 @@
 """Groups of responses, finished or not, and their texts; the seeds of samples and inputs of rewards."""
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,10 +13,10 @@ from lightrft.datasets.token_texts import decode_behind
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from lightrft.trainer.environment import Environment, next_turn
-from lightrft.trainer.scores import ScoredSample
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
+from lightrft.utils.score import Score
 
 
 def sample_seed(*path: int | str) -> int:
@@ -58,7 +58,6 @@ class ResponseGroup:
     number: int  # of its prompt: in the batch, or in all draws of the run
     prompt: Prompt
     responses: list[Episode]
-    scored: list[ScoredSample] = field(default_factory=list)  # of the responses that are finished and scored
 
     @classmethod
     def new(cls, number: int, prompt: Prompt, size: int) -> "ResponseGroup":
@@ -67,16 +66,17 @@ class ResponseGroup:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> "ResponseGroup":
-        """Restore a group from :meth:`state`."""
+        """Restore a group from :meth:`state`; in checkpoints of earlier versions the scores are apart."""
         prompt, number = Prompt(**state["prompt"]), state["number"]
         responses = [Episode.load(prompt, number, j, response) for j, response in enumerate(state["responses"])]
-        return cls(number, prompt, responses, [ScoredSample(**each) for each in state["scored"]])
+        for row in state.get("scored", ()):
+            load_score(responses[row["index"]], row)
+        return cls(number, prompt, responses)
 
     def state(self) -> dict[str, Any]:
         """Return the group as plain values, for a checkpoint."""
         return {"number": self.number, "prompt": asdict(self.prompt),
-                "responses": [response.state() for response in self.responses],
-                "scored": [asdict(each) for each in self.scored]}  # yapf: disable
+                "responses": [response.state() for response in self.responses]}  # yapf: disable
 
     @property
     def open(self) -> list[int]:
@@ -101,6 +101,14 @@ class ResponseGroup:
     def renumbered(self, group_id: int) -> list[Episode]:
         """Return the responses with another number of their group."""
         return [replace(response, group_id=group_id) for response in self.responses]
+
+
+def load_score(episode: Episode, row: dict[str, Any]) -> None:
+    """Restore the score of an episode from the ``row`` that checkpoints of earlier versions hold."""
+    episode.score = Score(row["reward"], row["parts"], row["error"], row["weights"], fault=row.get("fault"))
+    episode.steps = [(end, reward) for end, reward in row.get("steps", ())]
+    if row.get("greedy_length") is not None:
+        episode.greedy = row["greedy_reward"], row["greedy_length"]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],

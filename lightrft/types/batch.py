@@ -216,15 +216,6 @@ class Batch:
                  for name in names}  # yapf: disable
         return cls(**values, extra=extra)
 
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> "Batch":
-        """Restore a batch from the values of a checkpoint. Numbers that it lacks are missing; those that this run does
-        not declare are dropped."""
-        batch = cls(**values)
-        batch.extra = {name: batch.extra.get(name, NUMBERS.get(name).blank(batch.count(NUMBERS.get(name))))
-                       for name in NUMBERS}  # yapf: disable
-        return batch
-
     def count(self, declared: Field) -> int:
         """Return the number of values of a field: B or T."""
         return self.num_tokens if declared.axis == "T" else self.num_seqs

@@ -1,11 +1,12 @@
 """Episodes: responses to prompts, from the request to the batch, in runs of tokens that have one source."""
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any, Protocol
 
 from lightrft.types.prompts import Prompt
+from lightrft.utils.score import Score
 
 
 @dataclass
@@ -36,6 +37,10 @@ class Episode:
     ``finish_reason`` is "stop", "length", or "abort" while the response is unfinished. ``text`` is the response,
     decoded without special tokens at its end. ``extra`` holds further numbers, declared by
     :func:`lightrft.types.number`.
+
+    ``score`` is None until the rewards have come. ``steps`` are its rewards of steps, with the tokens of the sequence
+    that end them. ``greedy`` holds reward and length of the greedy response to the prompt, where the estimator needs
+    them.
     """
     prompt: Prompt
     group_id: int  # number of the prompt: in the rollout batch, or in all draws of the run
@@ -44,6 +49,9 @@ class Episode:
     finish_reason: str = "abort"
     text: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    score: Score | None = None
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    greedy: tuple[float | None, int] | None = None
 
     @classmethod
     def of(cls, prompt: Prompt, group_id: int, index: int, done: GeneratedTokens, version: int) -> "Episode":
@@ -54,9 +62,12 @@ class Episode:
 
     @classmethod
     def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
-        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text and no numbers."""
+        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers and score."""
         episode = cls(prompt, group_id, index, [], state["finish_reason"], state.get("text", ""),
                       state.get("extra", {}))  # yapf: disable
+        if state.get("score"):
+            episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
+            episode.steps = [(end, reward) for end, reward in state["steps"]]
         tokens = zip(state["token_ids"], state["logprobs"], state["weight_versions"])
         for version, run in groupby(tokens, key=itemgetter(2)):
             ids, logprobs, _ = zip(*run)
@@ -64,10 +75,11 @@ class Episode:
         return episode
 
     def state(self) -> dict[str, Any]:
-        """Return the response as lists per token, for a checkpoint."""
+        """Return the response, as lists per token, and its score, for a checkpoint."""
         n = self.prompt_len
         return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
-                "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra}  # yapf: disable
+                "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra,
+                "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy}  # yapf: disable
 
     def add(self, more: GeneratedTokens, version: int) -> None:
         """Append tokens that the weights of ``version`` generated, and those that were given meanwhile."""
@@ -91,6 +103,11 @@ class Episode:
     def open(self) -> bool:
         """True while the response is unfinished."""
         return self.finish_reason == "abort"
+
+    @property
+    def reward(self) -> float | None:
+        """Reward of the response; None: unscored, which is not a reward of 0."""
+        return None if self.score is None else self.score.total
 
     @property
     def truncated(self) -> bool:

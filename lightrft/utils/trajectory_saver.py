@@ -37,7 +37,7 @@ def save_rollout(folder: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> 
     """Write the rows of one rollout to ``folder/step_N.jsonl``, one sample per line, in order; an existing file is
     replaced, but only when all is written.
 
-    Keys are the fields of a :class:`~lightrft.trainer.scores.ScoredSample`, with ``step`` as the first one.
+    Keys are those of :func:`lightrft.trainer.scores.log_row`, with ``step`` as the first one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step}.jsonl"

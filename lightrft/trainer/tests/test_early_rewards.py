@@ -128,7 +128,7 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
     made.engine.generate = patient
     done = rollout(made)
     made.maker.rewards.shutdown()
-    assert len(done.scored) == 4 * SIZE and sorted(events) == sorted(
+    assert len(done.episodes) == 4 * SIZE and sorted(events) == sorted(
         (what, i, j) for what in ("ended", "scored") for i in range(4) for j in range(SIZE))
     early = 0
     for i in range(4):
@@ -143,8 +143,8 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
 def test_a_function_of_lists_gets_whole_groups(workers, home, tmp_path, reward):
     options, log = reward
     made = trainer(home, tmp_path / "run", **options, reward_workers=workers)
-    rows = rollout(made).scored
-    groups = [[row.response for row in rows[i:i + SIZE]] for i in range(0, 4 * SIZE, SIZE)]
+    rows = rollout(made).episodes
+    groups = [[row.text for row in rows[i:i + SIZE]] for i in range(0, 4 * SIZE, SIZE)]
     assert sorted(asked(log)) == sorted(groups), "in the order of the samples, a call for each group"
     ranks = [sum(text < other for other in group) for group in groups for text in group]
     assert [row.reward for row in rows] == ranks
@@ -160,10 +160,10 @@ def test_the_same_as_scoring_everything_at_the_end(home, tmp_path, reward):
                                  m.timer)
     fast, slow = rollout(made), rollout(made, naive)
     m.rewards.shutdown()
-    assert fast.scored == slow.scored and torch.equal(fast.exp.advantages, slow.exp.advantages)
-    assert len({row.reward for row in fast.scored} - {None}) > 2
+    assert fast.episodes == slow.episodes and torch.equal(fast.exp.advantages, slow.exp.advantages)
+    assert len({row.reward for row in fast.episodes} - {None}) > 2
     if "lists" not in str(options):
-        assert {row.error for row in fast.scored} > {None}, "nothing is left unscored here"
+        assert {row.score.error for row in fast.episodes} > {None}, "nothing is left unscored here"
 
 
 class Hearing:
@@ -216,7 +216,9 @@ def test_what_is_scored_of_an_unfinished_group_survives_and_is_not_asked_again(h
     cut = runs.build(home, tmp_path / "b", **options)
     cut.strategy.any_rank = lambda value: cut.step == 3 or value
     cut.fit()
-    carried = [len(group.scored) for group in cut.source.groups if group.open]
+    carried = [
+        sum(response.score is not None for response in group.responses) for group in cut.source.groups if group.open
+    ]
     assert any(carried), "no unfinished group has rewards"
     done = runs.run(home, tmp_path / "b", **options, load_checkpoint=True)
     assert steady(done) == steady(straight) and done.rollout(5) == straight.rollout(5)

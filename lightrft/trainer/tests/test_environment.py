@@ -50,16 +50,16 @@ def test_answers_are_in_the_response_and_not_in_the_loss(home, tmp_path):
     made.prepared["actor"].model.eval()
     done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
     answer, turns = made.tokenizer.encode(ANSWER), set()
-    for i, scored in enumerate(done.scored):
+    for i, episode in enumerate(done.episodes):
         exp = done.exp.select([i])
-        prompt = len(made.tokenizer.encode(scored.prompt))
+        prompt = len(made.tokenizer.encode(episode.prompt.text))
         assert torch.equal(exp.loss_mask, exp.weight_versions >= 0) and not exp.loss_mask[:prompt].any()
         gaps = [exp.token_ids[a:b].tolist() for (_, a), (b, _) in zip(spans(exp.loss_mask), spans(exp.loss_mask)[1:])]
-        assert gaps == [answer] * len(gaps) and scored.response.count(ANSWER) == len(gaps)
+        assert gaps == [answer] * len(gaps) and episode.text.count(ANSWER) == len(gaps)
         assert torch.equal(exp.rollout_logprobs != 0, exp.loss_mask)
         assert (exp.rollout_logprobs - exp.old_logprobs).abs().max() < 1e-5, "not the log-prob of the whole sequence"
         turns.add(len(gaps))
-    assert 2 in turns and sorted(seen) == sorted(scored.response for scored in done.scored)
+    assert 2 in turns and sorted(seen) == sorted(episode.text for episode in done.episodes)
     assert {prompt for prompt, _ in made.maker.environment.asked} == set(runs.PROMPTS[:4])
 
 
@@ -86,13 +86,13 @@ def test_answers_count_in_lengths_and_in_the_overlong_penalty(home, tmp_path):
     made.prepared["actor"].model.eval()
     done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
     parts = [done.exp.select([i]) for i in range(8)]
-    prompts = [len(made.tokenizer.encode(scored.prompt)) for scored in done.scored]
+    prompts = [len(made.tokenizer.encode(episode.prompt.text)) for episode in done.episodes]
     lengths = [part.num_tokens - prompt for part, prompt in zip(parts, prompts)]
     assert done.metrics["rollout/response_len/mean"] == pytest.approx(sum(lengths) / 8)
     assert done.metrics["rollout/tokens"] == done.exp.loss_mask.sum() < sum(lengths)
     penalty = [-min(max(length - 28, 0), 12) / 12 for length in lengths]
     assert any(penalty) and done.exp.rewards.tolist() == pytest.approx(penalty)
-    greedy = [-min(max(scored.greedy_length - 28, 0), 12) / 12 for scored in done.scored]
+    greedy = [-min(max(episode.greedy[1] - 28, 0), 12) / 12 for episode in done.episodes]
     assert done.exp.baseline_rewards.tolist() == pytest.approx(greedy)
 
 

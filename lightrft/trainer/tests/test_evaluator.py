@@ -174,9 +174,9 @@ def test_evaluations_repeat_and_follow_the_weights(home, tmp_path):
     made = trainer(home, tmp_path, eval_n_samples=2, eval_temperature=1.0, print_samples=2)
     first, answers = made.evaluator.run()
     assert (first, answers) == made.evaluator.run()
-    shown = [(answer.scored.prompt, answer.scored.index) for answer in answers]
+    shown = [(answer.sample.prompt.text, answer.index) for answer in answers]
     assert shown == [(prompt, index) for prompt in runs.PROMPTS[:4] for index in (0, 1)], "what the report shows"
-    assert all(answer.scored.response == answer.sample.text for answer in answers)
+    assert all(answer.sample.score == answer.score for answer in answers)
     made.evaluator.config.log.report = False
     printed = made.evaluator.run()[1]
     assert printed == [answers[0], answers[2]], "what is printed: an answer to each of --print_samples prompts"

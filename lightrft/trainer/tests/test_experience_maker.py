@@ -35,7 +35,7 @@ def test_naive_and_fast_make_the_same(home, tmp_path):
     for f in fields(fast.exp):
         left, right = fast.exp.__dict__[f.name], slow.exp.__dict__[f.name]
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, f.name
-    assert fast.scored == slow.scored and times_aside(fast.metrics) == times_aside(slow.metrics)
+    assert fast.episodes == slow.episodes and times_aside(fast.metrics) == times_aside(slow.metrics)
     assert fast.exp.values is not None and fast.exp.ref_logprobs is not None and fast.exp.old_logprobs is not None
     assert not torch.equal(rollout(made, step=1).exp.token_ids, fast.exp.token_ids), "steps must differ"
 
@@ -54,13 +54,13 @@ def test_rewards_see_the_response_only(home, tmp_path):
     made = runs.ready(home, tmp_path, lambda item: seen.append(item) or Outcome(0.0), save_trajectories=True)
     done = rollout(made)
     assert len(seen) == 8 and {item.prompt for item in seen} == set(runs.PROMPTS[:4])
-    assert sorted(item.response for item in seen) == sorted(row.response for row in done.scored)
+    assert sorted(item.response for item in seen) == sorted(row.text for row in done.episodes)
     tokenizer = made.tokenizer
-    for b, row in enumerate(done.scored):
+    for b, row in enumerate(done.episodes):
         exp = done.exp.select([b])
         text = tokenizer.decode(exp.token_ids[exp.loss_mask])
-        assert text.removesuffix(tokenizer.eos_token) == row.response
-        assert tokenizer.decode(exp.token_ids[~exp.loss_mask]) == row.prompt
+        assert text.removesuffix(tokenizer.eos_token) == row.text
+        assert tokenizer.decode(exp.token_ids[~exp.loss_mask]) == row.prompt.text
 
 
 def test_the_reference_and_the_source_reach_the_reward(home, tmp_path):
@@ -72,7 +72,7 @@ def test_an_unscored_sample_shifts_no_group(home, tmp_path):
     """Without its reward a sample has advantage 0; every other group is what it was."""
     made = runs.ready(home, tmp_path / "a", n_samples_per_prompt=3, train_batch_size=12)
     full = rollout(made)
-    victim = next(row for row in full.scored if row.group_id == 1)
+    victim = next(row for row in full.episodes if row.group_id == 1)
     text = made.tokenizer.decode(full.exp.select([3]).token_ids[full.exp.select([3]).loss_mask])
 
     def score(item):
@@ -80,7 +80,7 @@ def test_an_unscored_sample_shifts_no_group(home, tmp_path):
         return Outcome(None, "lost") if gone and item.prompt == runs.PROMPTS[1] else runs.letters(item)
 
     less = rollout(runs.ready(home, tmp_path / "b", score, n_samples_per_prompt=3, train_batch_size=12))
-    assert victim.index == 0 and less.scored[3].error == "lost" and not less.exp.scored[3]
+    assert victim.index == 0 and less.episodes[3].score.error == "lost" and not less.exp.scored[3]
     assert less.metrics["reward/unscored"] == 1 == less.metrics["reward/unscored/lost"]
     assert less.exp.group_ids.tolist() == full.exp.group_ids.tolist() == [g for g in range(4) for _ in range(3)]
     assert not less.exp.select([3]).advantages.any()
@@ -98,12 +98,12 @@ def test_metrics_tell_what_was_rolled_out(home, tmp_path):
     done = rollout(runs.ready(home, tmp_path, generate_max_len=6))
     mask, cu = done.exp.loss_mask, done.exp.cu_seqlens.tolist()
     lengths = [int(mask[a:b].sum()) for a, b in zip(cu, cu[1:])]
-    stopped = [row.finish_reason == "stop" for row in done.scored]
+    stopped = [row.finish_reason == "stop" for row in done.episodes]
     assert len(set(lengths)) > 2 and any(stopped) and not all(stopped), "the batch is too uniform to show anything"
     expected = {"prompts": 4, "samples": 8, "tokens": sum(lengths), "response_len/mean": sum(lengths) / 8,
                 "response_len/max": max(lengths), "truncated_frac": 1 - sum(stopped) / 8}  # yapf: disable
     assert {key: done.metrics[f"rollout/{key}"] for key in expected} == pytest.approx(expected)
-    rewards = torch.tensor([row.reward for row in done.scored])
+    rewards = torch.tensor([row.reward for row in done.episodes])
     for name in ("reward", "reward/judge"):
         assert done.metrics[f"{name}/mean"] == pytest.approx(rewards.mean().item())
         assert done.metrics[f"{name}/std"] == pytest.approx(rewards.std(correction=0).item())

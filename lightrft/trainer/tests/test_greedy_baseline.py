@@ -13,10 +13,11 @@ from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.fast_exp_maker import GreedyBaseline
 from lightrft.trainer.samples import decode
-from lightrft.trainer.scores import RewardTable, ScoredSample
-from lightrft.types import Episode
+from lightrft.trainer.scores import fill_rewards, log_row
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
+from lightrft.types import Episode, Prompt
+from lightrft.utils.score import Score
 
 no_picture = runs.no_picture
 
@@ -52,13 +53,13 @@ def test_the_baseline_is_the_reward_of_the_greedy_response(home, tmp_path):
     assert len(seen) == 12, "eight samples and four greedy responses"
     wanted = list(greedy_texts(made))
     rewards = [runs.letters(reward_input(sample.prompt, sample.text)).value for sample in wanted]
-    assert [row.greedy_reward for row in done.scored] == pytest.approx([r for r in rewards for _ in range(2)])
-    assert [row.greedy_length for row in done.scored] == [s.response_len for s in wanted for _ in range(2)]
+    assert [each.greedy[0] for each in done.episodes] == pytest.approx([r for r in rewards for _ in range(2)])
+    assert [each.greedy[1] for each in done.episodes] == [s.response_len for s in wanted for _ in range(2)]
     assert len(set(rewards)) > 1 and done.exp.num_seqs == 8 and done.metrics["rollout/samples"] == 8
     torch.testing.assert_close(done.exp.baseline_rewards, torch.tensor(rewards).repeat_interleave(2))
     assert done.metrics["reward/greedy_mean"] == pytest.approx(sum(rewards) / 4)
     assert done.metrics["reward/greedy_unscored"] == 0
-    own = torch.tensor([row.reward for row in done.scored])
+    own = torch.tensor([each.reward for each in done.episodes])
     torch.testing.assert_close(torch.tensor(per_sample(done.exp)), own - done.exp.baseline_rewards)
     assert done.metrics["reward/mean"] == pytest.approx(own.mean().item()), "metrics of samples are of samples"
     assert done.metrics["rollout/tokens"] == done.exp.loss_mask.sum()
@@ -67,7 +68,7 @@ def test_the_baseline_is_the_reward_of_the_greedy_response(home, tmp_path):
 def test_samples_are_what_they_are_without_a_baseline(home, tmp_path):
     left, right = (rollout(trainer(home, tmp_path / name, advantage_estimator=name)) for name in ("remax", "reinforce"))
     assert torch.equal(left.exp.token_ids, right.exp.token_ids)
-    assert right.exp.baseline_rewards is None and "greedy_reward" not in right.scored[0].row()
+    assert right.exp.baseline_rewards is None and "greedy_reward" not in log_row(right.episodes[0])
     assert "reward/greedy_mean" not in right.metrics and torch.equal(left.exp.rewards, right.exp.rewards)
 
 
@@ -104,7 +105,7 @@ def test_ranks_make_no_difference(home, tmp_path):
         made.maker.strategy = SimpleNamespace(mesh=Mesh(range(2), rank), barrier=lambda: None)
         rows += made.maker.generate(groups, 0)[1]()
     rows.sort(key=lambda row: (row.group_id, row.index))
-    assert rows == whole and {row.greedy_reward is not None for row in rows} == {True}
+    assert [*map(log_row, rows)] == [*map(log_row, whole)] and all(row.greedy[0] is not None for row in rows)
 
 
 def test_a_resumed_run_goes_on_as_the_straight_one(home, tmp_path):
@@ -145,8 +146,9 @@ def test_the_baseline_is_shaped_as_the_rewards_are():
 
 def test_a_group_carried_over_from_a_run_without_a_baseline_has_none():
     exp = batch([1.0, 0.0], groups=[0, 1])
-    rows = [ScoredSample(0, 0, 1.0), ScoredSample(1, 0, 0.0, greedy_reward=0.5, greedy_length=3)]
-    metrics = RewardTable.gather(rows).fill(exp, ADVANTAGES.get("remax"))
+    prompt = Prompt("u", [5], "")
+    episodes = [Episode(prompt, 0, 0, score=Score(1.0)), Episode(prompt, 1, 0, score=Score(0.0), greedy=(0.5, 3))]
+    metrics = fill_rewards(exp, episodes, ADVANTAGES.get("remax"))
     assert metrics == {"reward/unscored": 0, "reward/greedy_mean": 0.5, "reward/greedy_unscored": 1}
     assert exp.baseline_rewards.isnan().tolist() == [True, False] and exp.baseline_lengths.tolist() == [0, 3]
 

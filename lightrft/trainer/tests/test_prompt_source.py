@@ -51,7 +51,7 @@ def groups_of_all_draws(home, folder, draws):
     found = []
     for _ in range(draws):
         rows = trainer.maker.generate(trainer.loader.draw(1), "draw")[1]()
-        found.append((rows[0].uid, [row.reward for row in rows]))
+        found.append((rows[0].prompt.uid, [row.reward for row in rows]))
     return found
 
 

@@ -8,16 +8,18 @@ from lightrft.rewards.base import Outcome
 from lightrft.rewards.spec import RewardPart
 from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.trainer.scores import fill_rewards
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
+from lightrft.types import Episode, Prompt
+from lightrft.utils.score import Score
 
 no_picture = runs.no_picture
 
 GDPO = ADVANTAGES.get("gdpo")
 
 
-def row(parts, weights, **more):
-    return ScoredSample(0, 0, **{"reward": 0.0, "parts": parts, "weights": weights} | more)
+def row(parts, weights, reward=0.0):
+    return Episode(Prompt("u", [1], ""), 0, 0, score=Score(reward, parts, weights=weights))
 
 
 def test_columns_are_parts_by_name():
@@ -25,7 +27,7 @@ def test_columns_are_parts_by_name():
             row({"exact": 0.5}, {"exact": 1.0}),
             row({"math": None, "format": 1.0}, {"math": 0.9, "format": 0.1}, reward=None)]  # yapf: disable
     exp = batch([0.0] * 3)
-    RewardTable.gather(rows).fill(exp, GDPO)
+    fill_rewards(exp, rows, GDPO)
     values, weights = exp.reward_parts, exp.part_weights
     nan = torch.nan
     torch.testing.assert_close(values, torch.tensor([[nan, 0, 1], [0.5, nan, nan], [nan, 1, nan]]), equal_nan=True)
@@ -63,7 +65,7 @@ def test_the_overlong_penalty_is_a_part():
     rows = [row({"a": 1.0}, {"a": 2.0}, reward=2.0), row({"a": 0.0}, {"a": 2.0})]
     shaping = RewardConfig(overlong_buffer=True, overlong_buffer_len=20)
     exp = batch([2.0, 0.0], [90, 80])
-    RewardTable.gather(rows).fill(exp, GDPO)
+    fill_rewards(exp, rows, GDPO)
     get_advantage_calculator(AlgorithmConfig(advantage_estimator="gdpo"), shaping, 100)(exp)
     assert exp.reward_parts.tolist() == [[1.0, -0.5], [0.0, 0.0]] and exp.part_weights.tolist() == [[2.0, 1.0]] * 2
     assert per_sample(exp) == pytest.approx([1.0, -1.0], abs=1e-4), "2 / sqrt 2 - 1 / sqrt 2, whitened"
@@ -73,7 +75,7 @@ def test_samples_without_the_part_stay_out_of_its_statistics():
     rows = [row({"a": value}, {"a": 1.0})
             for value in (1.0, 0.0)] + [row({"b": value}, {"b": 5.0}) for value in (3., 4)]
     exp = batch([1.0, 0.0, 15.0, 20.0], groups=[0, 0, 1, 1])
-    RewardTable.gather(rows).fill(exp, GDPO)
+    fill_rewards(exp, rows, GDPO)
     get_advantage_calculator(AlgorithmConfig(advantage_estimator="gdpo"), RewardConfig(), 100)(exp)
     got = per_sample(exp)
     assert got[0] > 0 > got[1] and got[3] == pytest.approx(-got[2]) and got[3] == pytest.approx(5 * got[0], rel=1e-4)

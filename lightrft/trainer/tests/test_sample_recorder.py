@@ -10,7 +10,8 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
 from lightrft.trainer import sample_recorder
 from lightrft.trainer.sample_recorder import Response, TokenTexts
-from lightrft.trainer.scores import ScoredSample
+from lightrft.types import Episode, Prompt, Segment
+from lightrft.utils.score import Score
 
 OPTIONS = {"max_steps": 5, "rollout_batch_size": 6, "n_samples_per_prompt": 10, "train_batch_size": 60,
            "save_trajectories": True, "num_trajectories_to_save": 0, "disable_ckpt": False, "save_steps": 2,
@@ -78,15 +79,20 @@ def test_a_resumed_run_records_what_a_straight_one_does(done, tmp_path_factory):
 
 def test_a_long_response_is_cut_in_the_middle():
     ids, texts = list(range(4, 94)), TokenTexts(tiny.tokenizer())
-    response = Response(ScoredSample(0, 0, 1.0), 4, ids, [-0.5] * 90, [i / 10 for i in range(90)])
-    row = response.row(texts, 11)
+
+    def response(advantages, *segments, total=1.0):
+        return Response(Episode(Prompt("u", [3, 4], ""), 0, 0, [*segments], score=Score(total)), advantages)
+
+    whole = response([i / 10 for i in range(90)], Segment(ids, [-0.5] * 90))
+    row = whole.row(texts, 11)
     assert row["cut"] == [5, 80] and row["tokens"] == 90
     assert row["text"] == [*"!\"#$%", *"vwxyz"] and len(row["logprobs"]) == 10
     assert row["advantages"] == [0.0, 0.1, 0.2, 0.3, 0.4, 8.5, 8.6, 8.7, 8.8, 8.9]
-    assert "cut" not in response.row(texts, 100)
-    appended = Response(ScoredSample(0, 0, 1.0), 4, ids[:3], [-0.5, None, -0.25], [2.0, 0.0, 2.0])
+    assert "cut" not in whole.row(texts, 100)
+    runs_of_tokens = Segment(ids[:1], [-0.5]), Segment(ids[1:2], [0.0], drawn=False), Segment(ids[2:3], [-0.25])
+    appended = response([2.0, 0.0, 2.0], *runs_of_tokens)
     assert appended.row(texts, 8)["advantages"] == 2.0 and appended.row(texts, 8)["logprobs"] == [-0.5, None, -0.25]
-    assert Response(ScoredSample(0, 0, None), 4, [], [], []).row(texts, 8)["text"] == []
+    assert response([], total=None).row(texts, 8)["text"] == []
 
 
 @pytest.mark.parametrize("text", ["naïve 😀 漢字", "  two\n\n", "<|im_end|>x", "é" * 5])

@@ -19,7 +19,7 @@ from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
 from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.dynamic_sampling import ScoredGroups
+from lightrft.trainer.dynamic_sampling import load_episodes
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import number_metrics
@@ -27,9 +27,10 @@ from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.prompt_source import DynamicSource
 from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
 from lightrft.trainer.samples import ResponseGroup
-from lightrft.trainer.scores import RewardTable, ScoredSample
+from lightrft.trainer.scores import fill_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, number as declare, NUMBERS, Prompt, Segment
+from lightrft.utils.score import Score
 from lightrft.utils.timer import Timer
 
 GROUPS, SIZE = 5, 2
@@ -52,12 +53,16 @@ def sample(number):
 
 
 def score(number):
-    """Rewards, one of them missing, and parts that not every sample has."""
+    """A score, one of them missing, with parts that not every sample has."""
     if number == 7:
-        return ScoredSample(number // SIZE, number % SIZE, None, {"a": None}, {"a": 1.0}, "lost", greedy_length=3)
+        return Score(None, {"a": None}, "lost", {"a": 1.0})
     parts = {"a": number / 3} | ({"b": 0.5 - number % 3} if number > 3 else {})
-    return ScoredSample(number // SIZE, number % SIZE, sum(parts.values()), parts, dict.fromkeys(parts, 1.0),
-                        greedy_reward=number // SIZE / 10, greedy_length=3)  # yapf: disable
+    return Score(sum(parts.values()), parts, weights=dict.fromkeys(parts, 1.0))
+
+
+def scored(number):
+    """A sample with its score, and that of the greedy response."""
+    return replace(sample(number), score=score(number), greedy=(None if number == 7 else number // SIZE / 10, 3))
 
 
 def mine(strategy):
@@ -175,7 +180,7 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
         calculator = get_advantage_calculator(config.algorithm, config.reward, 14)
         maker = FastExperienceMaker(config, strategy, idle, None, None, logprobs, calculator, Timer())
         samples = [sample(number) for number in reversed(mine(strategy))]
-        rollout = maker.complete(Batch.of(samples), lambda: [score(s.group_id * SIZE + s.index) for s in samples], 0)
+        rollout = maker.complete(Batch.of(samples), lambda: [scored(s.group_id * SIZE + s.index) for s in samples], 0)
         before = len(exchanges)
         rollout.shards.borrow(rollout.buffer.homes())
         for number in rollout.buffer.homes()[strategy.rank]:
@@ -203,8 +208,8 @@ def test_advantages_do_not_depend_on_the_ranks(name, more):
         reward = RewardConfig(reward_running_norm=True, **more)
         calculator, batch = get_advantage_calculator(cfg, reward, 14), shards.batch()
         ranks = BatchRanks(strategy, numbers, shards.size)
-        table = RewardTable.gather([score(number) for number in numbers.tolist()], ranks)
-        metrics = table.fill(batch, calculator.estimator) | calculator(batch, 0.2)
+        episodes = [scored(number) for number in numbers.tolist()]
+        metrics = fill_rewards(batch, episodes, calculator.estimator, ranks) | calculator(batch, 0.2)
         shards.update(batch)
         return shards.collect(list(range(GROUPS * SIZE))), metrics, calculator.state_dict()
 
@@ -300,12 +305,9 @@ def test_groups_under_way_are_written_by_one_rank_and_dealt_again(before, after)
 def test_waiting_groups_are_written_by_one_rank_and_dealt_again(before, after):
     config = Config(rollout=RolloutConfig(rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, dynamic_sampling=True))
 
-    def waiting(numbers):
-        return ScoredGroups(Batch.of([sample(number) for number in numbers]), [score(number) for number in numbers])
-
     def save(strategy):
         source = DynamicSource(config, maker_of(strategy), None, None)
-        source.waiting, source.numbers = waiting(mine(strategy)), list(range(GROUPS))
+        source.waiting, source.numbers = [*map(scored, mine(strategy))], list(range(GROUPS))
         return source.state_dict()
 
     state, *others = World(before).run(save)
@@ -314,11 +316,40 @@ def test_waiting_groups_are_written_by_one_rank_and_dealt_again(before, after):
     def load(strategy):
         source = DynamicSource(config, maker_of(strategy), None, None)
         source.load_state_dict(state)
-        check(source.waiting.exp, mine(strategy))
-        assert source.waiting.scored == [score(number) for number in mine(strategy)]
+        check(Batch.of(source.waiting), mine(strategy))
+        assert source.waiting == [*map(scored, mine(strategy))]
         return source.numbers
 
     assert World(after).run(load) == [list(range(GROUPS))] * after
+
+
+def test_checkpoints_of_earlier_versions_are_read():
+    """They hold the tokens of groups packed, or the scores apart from the responses."""
+    episodes = [scored(number) for number in range(GROUPS * SIZE)]
+    rows = [{
+        "group_id": episode.group_id, "index": episode.index, "reward": episode.score.total, "parts":
+        episode.score.parts, "weights": episode.score.weights, "error": episode.score.error, "finish_reason":
+        episode.finish_reason, "uid": episode.prompt.uid, "prompt": None, "response": None, "reference": None,
+        "greedy_reward": episode.greedy[0], "greedy_length": 3, "steps": [(2, 0.5)], "fault": None, "numbers": {}
+    } for episode in episodes]
+    expected = [
+        replace(episode, steps=[(2, 0.5)], extra={}, prompt=replace(episode.prompt, text="")) for episode in episodes
+    ]
+    packed = {name: value for name, value in vars(Batch.of(expected)).items() if value is not None}
+    loaded = load_episodes({"exp": packed, "rows": rows})
+    for episode, same in zip(loaded, expected, strict=True):
+        assert episode.logprobs == pytest.approx(same.logprobs), "the packed ones are float32"
+        episode.segments = same.segments
+    assert loaded == expected
+    states = [{
+        name: value for name, value in replace(episode, score=None).state().items()
+        if name not in ("score", "steps", "greedy")
+    } for episode in expected[:SIZE]]
+    group = ResponseGroup.load({
+        "number": 0, "prompt": vars(expected[0].prompt), "responses": states, "scored":
+        [row | {"response": "text"} for row in reversed(rows[:SIZE])]
+    })
+    assert group.responses == expected[:SIZE]
 
 
 @pytest.mark.dist
