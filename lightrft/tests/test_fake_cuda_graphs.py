@@ -21,6 +21,7 @@ from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.sampling import sample
 from lightrft.tests.support import naive_decode, runs, tiny
 from lightrft.tests.support.fake_cuda import fake_cuda, GRAPH, KERNEL, runtime, SYNC
+from lightrft.tests.support.fake_cuda.ledger import EMPTIED
 from lightrft.tests.support.fake_cuda.tensor import CudaTensor, current
 from lightrft.tests.test_fake_cuda import decode, STEPS
 
@@ -280,11 +281,16 @@ def rollouts(device, sleeps, kv_bytes=1 << 18):
 
 @pytest.mark.parametrize("sleeps, part", [(False, 32), (True, 32), (True, 1 << 40)])
 def test_graphs_stay_over_rollouts_and_syncs(sleeps, part, monkeypatch):
-    """And over sleep, unless their memory is large: then they are captured again, with the cache at another place."""
+    """And over sleep, unless their memory is large: then they are captured again, with the cache at another place, and
+    torch gives the memory of the last one to the device."""
     monkeypatch.setattr("lightrft.rollout.hf.engine.HF_KEPT_PART", part)
     expected, _ = rollouts("cpu", sleeps)
-    with fake_cuda():
+    with fake_cuda() as ledger:
         tokens, captures = rollouts("cuda", sleeps)
+    emptied = {"rollout/hf/decode_graph.py:StepGraphs._capture": 1}
+    if part > 32:
+        emptied = {"rollout/hf/decode_graph.py:StepGraphs._capture": 3, "rollout/hf/engine.py:HFEngine._give_back": 2}
+    assert ledger.sites(EMPTIED) == emptied
     assert tokens == expected and captures[0] > 1
     _, *later = (after - before for before, after in zip([0, *captures], captures))
     assert (max(later) <= 1) == (part == 32), "one at most for a shape that no rollout had before"

@@ -126,6 +126,7 @@ def test_suites_join_the_held_out_prompts_whole(tmp_path):
 
 def test_the_hub_is_read_by_its_own_library(tmp_path, monkeypatch):
     """``datasets.load_dataset`` reads the configuration and the split from the repository, whose layout is on disk."""
+    pytest.importorskip("datasets")
     repository = tmp_path / "openai" / "gsm8k"
     repository.mkdir(parents=True)
     write(repository, "gsm8k")
@@ -139,6 +140,7 @@ def test_the_hub_is_read_by_its_own_library(tmp_path, monkeypatch):
 
 
 def test_without_a_network_the_remedy_is_named(tmp_path):
+    pytest.importorskip("datasets")
     code = "from lightrft.datasets.suites import load_suite\nload_suite('gpqa', True, True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path,
                           env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)})  # yapf: disable

@@ -64,7 +64,14 @@ def test_real_kernels_compute_what_transformers_computes():
     step, what float64 does."""
     files = [f"{FOLDER}/{name}_interpreted.py" for name in ("liger", "head", "attention")]
     code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", *files, TRITON_INTERPRET="1")
-    assert code == 0 and "28 passed" in said, said[-8000:]
+    assert code == 0 and "32 passed" in said, said[-8000:]
+
+
+@pytest.mark.slow
+def test_own_kernels_compile_for_a_gpu():
+    """In the types that a GPU takes, and with the memory that programs share on any."""
+    code, said = in_its_environment(PYTHON, f"{FOLDER}/compiled_kernels.py")
+    assert code == 0 and "5 compiled" in said, said[-8000:]
 
 
 def test_a_family_without_kernels_runs_as_it_is(liger, capsys):

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 64, 4  # keys that a program reads at once, and the warps that share them
+BLOCK, WARPS = 64, 4  # most keys that a program reads at once, and the warps that share them
+_BLOCK_BYTES = 16 << 10  # of these keys: three blocks of keys and of values are on their way, on GPUs with 99 KiB too
 _LEAST = 16  # rows and columns of a product of a program
 _FAR = 1 << 40  # tokens: no window
 
@@ -79,8 +80,9 @@ def attend(query: Tensor, prompts: Tensor, rows: Tensor, slots: Tensor, lengths:
     (_, prompts_count, heads, prompt_len, dim), (groups, queries, _) = prompts.shape, query.shape
     out = query.new_empty(groups // heads, heads * queries * dim)
     padded, width = (max(_LEAST, triton.next_power_of_2(size)) for size in (queries, dim))
+    block = min(BLOCK, max(_LEAST, _BLOCK_BYTES // (width * query.itemsize)))
     _attend[(groups // heads, heads)](
         query, prompts, rows, slots, lengths, newest, out, query.stride(0), prompts_count, prompt_len, rows.shape[1],
         rows.shape[3], window or _FAR, float(scaling), float(softcap or 0.0), HEADS=heads, QUERIES=queries, DIM=dim,
-        PADDED=padded, WIDTH=width, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=WARPS)  # yapf: disable
+        PADDED=padded, WIDTH=width, CAPPED=softcap is not None, BLOCK=block, num_warps=WARPS)  # yapf: disable
     return out

@@ -323,14 +323,18 @@ class HFEngine:
 
     def sleep(self) -> None:
         """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all. On
-        a GPU both stay if they take a small part of its memory, and so do the graphs."""
+        a GPU both stay if they take a small part of its memory, and so do the graphs; then torch keeps its own too."""
         self._pause()
         if not self._small:
             self._release()
             if self.owns_model and not self._asleep:
                 self._sizes = {weight: _resized(weight, 0) for weight in self.model.parameters()}
+            self._give_back()
         self._ready &= not self.owns_model
         self._asleep = True
+
+    def _give_back(self) -> None:
+        """Give memory that is free to the device: what an update keeps must not lie in that of the next cache."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -351,10 +355,10 @@ class HFEngine:
         """Free the cache, and the model if it is the engine's own."""
         self._pause()
         self._release()
-        self.sleep()
-        self._ready, self._probed = False, None
+        self._sizes, self._ready, self._asleep, self._probed = {}, False, True, None
         if self.owns_model:
             self.model = nn.Module()
+        self._give_back()
 
 
 def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,

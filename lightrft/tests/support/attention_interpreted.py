@@ -4,6 +4,8 @@ For an environment with Triton; :mod:`lightrft.models.tests.test_liger` runs it 
 """
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
 
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf import attention_kernel
@@ -14,12 +16,18 @@ HEADS, PROMPTS, ROWS = 2, 3, 5
 SLOTS, LENGTHS, NEWEST = [2, 0, -1, 2, 1], [9, 17, 0, 9, 1], [0, 20, 0, 7, 16]  # a free row; a prompt of two rows
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float16, 5e-3)])
+def product(self, left, right, *others, dot=InterpreterBuilder.create_dot):
+    """Multiply numbers in bfloat16, which the interpreter has as their bits and multiplies as integers."""
+    return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (left, right)), *others)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("dim, queries, window, softcap", [(8, 1, None, None), (16, 2, 5, None), (20, 7, 18, 3.0),
                                                            (64, 17, None, 50.0)])
 def test_a_row_attends_to_its_prompt_and_to_itself(dim, queries, window, softcap, dtype, limit, monkeypatch):
-    """Tokens that do not exist are not read: they are not numbers. The interpreter has no products in bfloat16."""
+    """Tokens that do not exist are not read: they are not numbers."""
     monkeypatch.setattr(attention_kernel, "BLOCK", 16)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
     torch.manual_seed(dim)
     prompts, rows = (torch.randn(2, count, HEADS, 24, dim, dtype=dtype) for count in (PROMPTS, ROWS))
     packed = torch.randn(ROWS * HEADS, queries + 2, dim, dtype=dtype)
