@@ -1,5 +1,5 @@
-# make quickstart | quickstart-vl | quickstart-audio | test | browser | numeric | chain | newest | oracles | peers | gpu | gpu-reduced
-#      gpu-image | format | fcheck | docs | docs-live | dbuild | dpush | constraints
+# make quickstart | quickstart-vl | quickstart-audio | test | layers | browser | numeric | chain | newest | oracles | peers | gpu
+#      gpu-reduced | gpu-image | format | fcheck | docs | docs-live | dbuild | dpush | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -21,7 +21,7 @@ IMAGE_NAME ?= lightrft:$(VERSION)$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test browser numeric chain newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test layers browser numeric chain chain-answers chain-whole newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -38,27 +38,36 @@ quickstart-vl quickstart-audio: quickstart-%:
 test: $(DEV) $(SGLANG)/.installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
+# What a change of names or imports breaks first.
+layers: $(DEV)
+	$(BIN)/python -m pytest -q lightrft/tests/test_layering.py lightrft/tests/test_docs.py $(ARGS)
+
 # The browser of the tests of report.html. Without one they are skipped; in CI they fail.
 browser:
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
-# The numeric tests again, as on another CPU: with other vector instructions and two threads. Tests of files, logs, signals
-# and the order of prompts are not numeric. oneDNN must be limited too: on CPUs with AMX it packs bfloat16 for attention,
-# for which torch then lacks the instructions.
-NOT_NUMERIC := $(addprefix trainer/tests/test_,garbage hub_files prompt_source run_log sample_recorder session) \
-  $(addprefix models/tests/test_,tokenizer weight_files)
+# The numeric tests again, as on another CPU: with other vector instructions and two threads. Tests of files, logs, signals,
+# alarms, plans of batches and the order of prompts are not numeric. oneDNN must be limited too: on CPUs with AMX it packs
+# bfloat16 for attention, for which torch then lacks the instructions.
+NOT_NUMERIC := $(addprefix trainer/tests/test_,frozen_model garbage hub_files offloader prompt_source replay_buffer \
+  resumed_options run_log sample_recorder session tripwires) \
+  $(addprefix models/tests/test_,foreign_folders tokenizer weight_files)
 OTHER := import torch; print("avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default")
 numeric: $(DEV)
 	ATEN_CPU_CAPABILITY=$$($(BIN)/python -c '$(OTHER)') ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not engine and not dist and not slow" \
 	  $(patsubst %,--ignore lightrft/%.py,$(NOT_NUMERIC)) $(addprefix lightrft/,ops algorithms models trainer) $(ARGS)
 
-# Everything that learns from answers, on one seed: it ends with an error if one of them misses its aim. Then
+# Everything that learns from answers, on one seed: it ends with an error if one of them misses its aim. And
 # the tests of whole quickstarts that see and hear, of the examples that train on pairs, of further families in vLLM, and
-# of every command of docs/word_for_word.md. About fifteen minutes.
-chain: $(DEV)
+# of every command of docs/word_for_word.md. About fifteen minutes; `make -j2 chain` runs both at once, each on one core.
+chain: chain-answers chain-whole
+
+chain-answers: $(DEV)
 	$(BIN)/python -W ignore benchmarks/preference_chain.py --seeds 1 $(ARGS)
+
+chain-whole: $(DEV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m whole --durations 5 \
 	  lightrft/tests/test_quickstart_vl.py lightrft/tests/test_examples.py lightrft/tests/test_openrlhf_loops.py \
 	  lightrft/tests/test_word_for_word.py lightrft/rollout/tests/test_vllm_ranks.py

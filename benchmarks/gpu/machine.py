@@ -39,7 +39,8 @@ def tests(setting: Setting) -> Iterator[Tables]:
     """
     files = [str(path) for path in (ROOT / "lightrft").rglob("test_*.py") if MARK in path.read_text(encoding="utf-8")]
     counts: Counter[str] = Counter()
-    with start(sys.executable, "-um", "pytest", "-v", "-m", "gpu", "-rs", *files, stdout=subprocess.PIPE) as pytest:
+    with start(sys.executable, "-u", "-m", "pytest", "-v", "-m", "gpu", "-rs", *files,
+               stdout=subprocess.PIPE) as pytest:
         for line in pytest.stdout or ():
             print(line, end="", flush=True)
             if outcome := re.match(r"\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", line):

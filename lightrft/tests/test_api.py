@@ -96,8 +96,8 @@ def test_errors_of_a_run_name_keywords(home, tmp_path, exits, capsys):
 def script(folder, text):
     """Run a program that sees no hub."""
     (folder / "ten.py").write_text(f"from lightrft import GRPO\n{text}\n")
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "ten.py"], cwd=folder, capture_output=True, text=True, timeout=300,
+    environ = os.environ | warm_environ() | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([warm_python(), "ten.py"], cwd=folder, capture_output=True, text=True, timeout=300,
                           env=environ)  # yapf: disable
 
 

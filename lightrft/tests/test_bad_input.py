@@ -19,6 +19,7 @@ from lightrft.tests.support import bad_input, tiny
 from lightrft.tests.support.bad_input import assert_refused, options_of, refused, steps, write_reward
 from lightrft.tests.support.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans
 from lightrft.tests.support.tiny_task import BAD_LOSS, rows, write_rows
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 home = bad_input.home
@@ -274,6 +275,8 @@ def test_a_rank_that_comes_to_grief(kind: str, what: str, stack: str, home: Path
 def test_torchrun_tells_a_user_error_once(home: Path, tmp_path: Path) -> None:
     """The real launcher around it: our line appears once, at the end, no traceback of ours, exit code not 0."""
     words = flags(options_of(home, tmp_path, prompt_data=write_rows(tmp_path / "few.jsonl", rows(5))))
-    command = [PYTHON[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PYTHON[1:], *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environ = os.environ | warm_environ() | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *PYTHON[1:], *words], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env=environ)
     assert done.returncode and re.findall("the data has 5.*\n(.*)", done.stderr) == ["=" * 60], done.stderr

@@ -154,7 +154,7 @@ def test_torchrun_ends_its_report_with_the_error_of_the_user():
     """Whichever rank finds it first: the only cause that it names, in the last line but its border."""
     code = ("import os, sys, time; time.sleep(3 * (os.environ['RANK'] == '0'))\n"
             "from lightrft.cli.train import main; main(sys.argv[1:])")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     rows = str(ROOT / "lightrft/tests/support/field/rows/prefill.jsonl")
     given = ["--pretrain", str(ROOT), "--prompt_data", rows, "--rollout_batch_siz", "8"]
     done = subprocess.run([*command, sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=200,

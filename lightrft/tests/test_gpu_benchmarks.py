@@ -21,6 +21,7 @@ from lightrft.preflight.planned import settle, settle_recomputation
 from lightrft.tests.support import tiny
 from lightrft.tests.support.gpu_measurements import MODULE, check_piece, piece
 from lightrft.tests.support.launch import launch
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 ROOT = Path(lightrft.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="installed without its repository")
@@ -48,10 +49,10 @@ ELSEWHERE = {
 def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     folders = ["--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
     chosen = [one.name for one in MEASUREMENTS if one.reduced and one.name not in ELSEWHERE]
-    command = [sys.executable, "-m", "benchmarks.gpu", "--reduced", *folders, "--only", *chosen]
+    command = [warm_python(), "-m", "benchmarks.gpu", "--reduced", *folders, "--only", *chosen]
     oracles = Path(sys.prefix) / "oracles"  # as `make gpu-reduced` has it; TRL is there in CI
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400,
-                           env=os.environ | {"PYTHONPATH": str(oracles)})
+    environ = os.environ | warm_environ(nested=True) | {"PYTHONPATH": str(oracles)}
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400, env=environ)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["gpu.json", "gpu.md"]
     records = Store(tmp_path / "out" / "gpu.json").read()
     errors = {name: record.error for name, record in records.items() if record.status != "ok"}
@@ -67,7 +68,7 @@ def test_the_reduced_form_measures_all_and_resumes(tmp_path):
     page = (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8")
     assert "wake to first token, s" in page and "## Errors" not in page
     assert "wake to first token, s" in first.stdout
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environ)
     assert again.returncode == 0 and "about" not in again.stdout, again.stdout
     assert Store(tmp_path / "out" / "gpu.json").read() == records
 

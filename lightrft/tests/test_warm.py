@@ -1,6 +1,8 @@
 """The Python of scripts under test behaves as a fresh one, and has the library imported."""
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,9 +33,26 @@ def test_words_folder_environment_files_and_exit_code_are_those_asked_for(tmp_pa
 
 def test_a_fresh_python_starts_where_imports_would_differ(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    for environ in ({"OMP_NUM_THREADS": "3"}, {"HF_HUB_OFFLINE": "1"}):
+    for environ in ({"OMP_NUM_THREADS": "3"}, {"HF_HUB_OFFLINE": "0"}):
         assert "typed False" in run(tmp_path, "program.py", "0", **environ).stdout
     assert run(tmp_path, "-c", "import sys; print('torch' in sys.modules)").stdout == "False\n"
+
+
+def test_code_on_the_command_line_keeps_the_files_it_is_given() -> None:
+    """As a reward worker does, which a program starts with its own ``sys.executable``."""
+    read, written = os.pipe()
+    code = f"import os, sys; os.write({written}, b'arrived'); print(sys.executable)"
+    done = subprocess.run([warm_python(), "-c", code], pass_fds=[written], capture_output=True, text=True)
+    os.close(written)
+    with open(read) as end:
+        assert (end.read(), done.stdout) == ("arrived", f"{sys.executable}\n"), done
+
+
+def test_a_program_without_the_hub_asks_it_nothing(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys\nprint('torch' in sys.modules)\n"
+                                         "from huggingface_hub import hf_hub_download\nhf_hub_download('a/b', 'c')\n")
+    done = run(tmp_path, "program.py", HF_HUB_OFFLINE="1")
+    assert done.stdout == "True\n" and "LocalEntryNotFoundError" in done.stderr and "offline" in done.stderr, done
 
 
 def test_an_error_has_the_traceback_of_the_program_alone(tmp_path: Path) -> None:
@@ -55,7 +74,8 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_both_processes(number: int, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    sleeps = "while True:\n    time.sleep(0.1)\n"  # a signal just before one long sleep would not end it
+    (tmp_path / "program.py").write_text(f"import os, time\nprint(os.getpid(), flush=True)\n{sleeps}")
     command = subprocess.Popen([warm_python(), "program.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # yapf: disable
     assert command.stdout is not None
@@ -64,3 +84,9 @@ def test_a_signal_ends_both_processes(number: int, tmp_path: Path) -> None:
     command.send_signal(number)
     command.communicate(timeout=60)  # ends when nobody holds the pipes
     assert command.returncode == -number
+
+
+def test_curves_are_drawn_where_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("from lightrft.trainer import run_log\nprint(run_log.plot_curve.__name__)\n")
+    assert run(tmp_path, "program.py").stdout == "<lambda>\n"
+    assert run(tmp_path, "program.py", WARM_CURVES="1").stdout == "plot_curve\n"

@@ -3,7 +3,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from lightrft.strategy.memory import ModelSize
 from lightrft.tests.support import tiny
 from lightrft.tests.support.doctor import by_name, config, only
 from lightrft.tests.support.packages import needs_installed_lightrft
+from lightrft.tests.support.warm import warm_python
 
 SHORT = {"prompt_max_len": 64, "generate_max_len": 64}
 SEVEN_B = ModelSize(7_600_000_000, 230_000_000, 1_090_000_000)
@@ -62,7 +62,7 @@ def test_two_ranks_make_a_group_and_the_second_is_silent(monkeypatch):
                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # yapf: disable
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    second = subprocess.Popen([sys.executable, "-m", "lightrft.cli.doctor"], text=True, stdout=subprocess.PIPE,
+    second = subprocess.Popen([warm_python(), "-m", "lightrft.cli.doctor"], text=True, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"})
     try:
         assert by_name(check_groups())["gloo"].text == "a group of 2 processes works"

@@ -21,6 +21,7 @@ from lightrft.rewards.rules import choice_score, math_score
 from lightrft.rewards.spec import RECIPES
 from lightrft.tests.support import tiny
 from lightrft.tests.support.launch import ROOT
+from lightrft.tests.support.warm import warm_python
 
 GPQA = {"Pre-Revision Question": "Which lepton?", "Question": "Which particle is a lepton?\n",
         "Correct Answer": " muon\n", "Incorrect Answer 1": "pion", "Incorrect Answer 2": "kaon",
@@ -142,7 +143,8 @@ def test_the_hub_is_read_by_its_own_library(tmp_path, monkeypatch):
 def test_without_a_network_the_remedy_is_named(tmp_path):
     pytest.importorskip("datasets")
     code = "from lightrft.datasets.suites import load_suite\nload_suite('gpqa', True, True)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path,
+    (tmp_path / "program.py").write_text(code)
+    done = subprocess.run([warm_python(), "program.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path,
                           env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)})  # yapf: disable
     last = done.stderr.strip().splitlines()[-1]
     assert "--eval_suite gpqa: Idavidrein/gpqa: it cannot be downloaded from the hub" in last

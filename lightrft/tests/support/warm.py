@@ -25,9 +25,11 @@ from threading import Thread
 from typing import Any
 
 from lightrft.tests.support.launch import _CONTEXT, ROOT
+from lightrft.utils.hub import read_cache_only
 
 _AT_IMPORT = re.compile(r"CUDA|HF_|LD_|MKL|OMP_|TRANSFORMERS|VLLM|SGLANG|PYTHON(?!PATH|_EXEC|$)|"
                         r"TORCH(?!ELASTIC|_ELASTIC|INDUCTOR|_NCCL)")  # torch itself sets the one of its inductor
+_SWITCHED = ("HF_HUB_OFFLINE", "PYTHONUNBUFFERED")  # those that _take can set to 1 after the imports
 _CLIENT = Path(__file__).with_name("warm_client.py")
 
 
@@ -136,7 +138,8 @@ def _flags(words: list[str]) -> int:
 
 def _can_run(program: list[str], environ: dict[str, str]) -> bool:
     """Return True for a module or a script, in an environment in which imports do the same as in this process."""
-    differ = [name for name in {*os.environ, *environ} if os.environ.get(name, "") != environ.get(name, "")]
+    differ = {name for name in {*os.environ, *environ} if os.environ.get(name, "") != environ.get(name, "")}
+    differ -= {name for name in _SWITCHED if environ.get(name) == "1"}
     known = program[0] == "-m" and len(program) > 1 or program[0].endswith(".py") if program else False
     return known and not any(map(_AT_IMPORT.match, differ))
 
@@ -148,9 +151,11 @@ def _take(environ: dict[str, str], flags: list[str]) -> None:
         import_module("lightrft.trainer.run_log").plot_curve = lambda *args: None
     os.environ.clear()
     os.environ.update(environ)
+    if environ.get("HF_HUB_OFFLINE") == "1":
+        read_cache_only()
     if "WARM_NESTED" in environ:
         sys.executable = environ["PYTHON"]
-    if "-u" in flags:
+    if "-u" in flags or environ.get("PYTHONUNBUFFERED") == "1":
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     if "-W" in flags:

@@ -11,6 +11,8 @@ PASSED_ON = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signa
 def main() -> None:
     """Words: the socket of the server, the interpreter, and what follows ``python``."""
     path, python, *words = sys.argv[1:]
+    if words[:1] == ["-c"]:  # such as a reward worker, whose open files would not be passed on
+        os.execv(python, [python, *words])
     server = socket.socket(socket.AF_UNIX)
     try:
         server.connect(path)
