@@ -22,9 +22,7 @@ from bare_loop import warm_model
 from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.engine import stop_ids
-from lightrft.rollout.vllm.generate import VLLMRun
+from lightrft.rollout.vllm.parts import native_params
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.session import training_session
@@ -50,10 +48,7 @@ class Ways:
     def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list
         self.requests = maker._requests(self.groups(), 0)
-        engine, sampling = maker.engine, maker.sampling
-        vocabulary = engine.native.model_config.get_vocab_size()
-        collector = CompletionCollector(self.requests, sampling, vocabulary)
-        self.run = VLLMRun(engine.native, collector, sampling, stop_ids(engine.eos_token_ids, sampling, vocabulary))
+        self.stop_ids = maker.engine.stop_ids(maker.sampling)
 
     def groups(self) -> list[ResponseGroup]:
         """Return new groups of the prompts."""
@@ -93,7 +88,7 @@ class Ways:
 
     def _native(self, seed: int) -> Any:
         sampling = self.maker.sampling
-        return self.run._native(sampling.temperature, sampling.max_new_tokens, seed)
+        return native_params(sampling, self.stop_ids, sampling.max_new_tokens, seed)
 
     def _generate(self, prompts: Any, natives: Any) -> int:
         outputs = self.llm.generate(list(prompts), list(natives), use_tqdm=False)

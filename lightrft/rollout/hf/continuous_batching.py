@@ -303,7 +303,7 @@ class Generation:
         for response in responses:
             stopped = response.token_ids[-1] in self._stop(response.params)[1]
             ended.append(response.report("stop" if stopped else "length"))
-            if response.waits and stopped and response.has_room:
+            if response.waits and stopped and response.room:
                 self.queue.parked[response.key] = response
                 parked.append(response.slot)
             else:

@@ -1,67 +1,31 @@
 """Unfinished responses of the HF engine, on the host: what they have so far, and who waits for what."""
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightrft.rollout.engine import Completion, Generated, Key, Request, SamplingParams
+from lightrft.rollout import open_responses
+from lightrft.rollout.engine import Generated, Key, Request, SamplingParams
+from lightrft.rollout.open_responses import prefixes_of
 
 
 @dataclass(eq=False)
-class OpenPrompt:
+class OpenPrompt(open_responses.OpenPrompt):
     """A prompt with unfinished responses."""
-    request: Request
     responses: list["OpenResponse"] = field(default_factory=list)  # those that never had a slot
     left: int = 0  # unfinished responses
     slot: int = -1  # prompt slot, -1: none
     shift: int = 0  # position after the prompt, less its length (M-RoPE)
     logits: Tensor | None = None  # [1, V] after the prompt, while some of its samples have not found a slot
 
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return len(self.request.token_ids)
-
 
 @dataclass(eq=False)
-class OpenResponse:
-    """An unfinished response. ``token_ids`` are those on the host: prefix, drawn and appended ones; a slot may have
-    drawn more. ``unreported``: what it has drawn since its last report in slots that it has lost."""
-    key: Key
+class OpenResponse(open_responses.OpenResponse):
+    """An unfinished response. ``token_ids`` are those on the host: a slot may have drawn more. ``unreported``: of what
+    it has drawn since its last report, that in slots that it has lost."""
     prompt: OpenPrompt
-    seed: int
-    params: SamplingParams
-    waits: bool  # after a stop token, for an answer
-    token_ids: list[int]
     slot: int = -1  # row of the cache, -1: none
-    unreported: Completion = field(default_factory=lambda: Completion([], [], "abort"))
-
-    @property
-    def all_ids(self) -> list[int]:
-        """Tokens of the prompt and of the response."""
-        return self.prompt.request.token_ids + self.token_ids
-
-    @property
-    def has_room(self) -> bool:
-        """True if another token may be drawn."""
-        return len(self.token_ids) < self.params.max_new_tokens
-
-    @property
-    def next_params(self) -> SamplingParams:
-        """Parameters of the next token."""
-        first = self.params.first_temperature
-        return self.params if first is None or self.token_ids else replace(self.params, temperature=first)
-
-    def draw(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """Append drawn tokens, to be reported."""
-        self.token_ids = self.token_ids + token_ids
-        self.unreported.extend(Completion(token_ids, logprobs, "abort"))
-
-    def report(self, reason: str) -> Generated:
-        """Return what was drawn since the last report."""
-        part, self.unreported = replace(self.unreported, finish_reason=reason), Completion([], [], "abort")
-        return Generated(*self.key, part)
 
 
 class ResponseQueue:
@@ -86,11 +50,10 @@ class ResponseQueue:
         """Append requests, whose numbers count from ``first``."""
         prompts = []
         for number, request in enumerate(requests, first):
-            prompt, prefixes = OpenPrompt(request,
-                                          left=len(request.seeds)), request.prefixes or [[]] * len(request.seeds)
+            prompt = OpenPrompt(request, left=len(request.seeds))
             prompt.responses = [
-                OpenResponse((number, j), prompt, seed, params, waits, list(prefix))
-                for j, (seed, prefix) in enumerate(zip(request.seeds, prefixes, strict=True))
+                OpenResponse((number, j), prompt, seed, params, waits, prefix)
+                for j, (seed, prefix) in enumerate(zip(request.seeds, prefixes_of(request), strict=True))
             ]
             self.open |= {response.key: response for response in prompt.responses}
             prompts += [prompt] if prompt.responses else []
@@ -137,12 +100,8 @@ class ResponseQueue:
             ValueError: after the answer no token could be drawn.
         """
         response = self.parked[key]
-        token_ids, params = response.token_ids + token_ids, params or response.params
-        if len(token_ids) >= params.max_new_tokens:
-            raise ValueError(f"response {key} has {len(token_ids)} tokens with its answer, of {params.max_new_tokens} "
-                             "that it may have: none is left to draw")
+        response.append(token_ids, params)
         del self.parked[key]
-        response.token_ids, response.params = token_ids, params
         (self.answered if response.slot >= 0 else self.resuming).append(response)
 
     def requeue_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Client of SGLang's ``Engine``, which runs in a separate thread, and one call of ``generate`` on it.
+"""Client of SGLang's ``Engine``, which runs in a separate thread.
 
 The thread leaves the trainer's signals, children and environment alone.
 """
@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrft.rollout.collector import CompletionCollector
-from lightrft.rollout.engine import Completion, Ended, SamplingParams
 from lightrft.rollout.weight_sync.sync import WeightManifest
-from lightrft.rollout.sglang.media import SGLangMedia
 from lightrft.rollout.sglang.launch import start_engine, isolated_environment
 from lightrft.utils.errors import UserError
 from lightrft.utils.watchdog import tick
@@ -127,65 +124,3 @@ def _block_signals() -> None:
     rank to stop: the trainer ends them once it has saved."""
     resource_tracker.ensure_running()  # its start would unblock the signals again
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-
-
-class SGLangRun:
-    """One ``generate`` call, in which every part of a response is one SGLang request; those of one prompt share its
-    cached prefix.
-
-    The noise of a token depends on the seed and the token's position in the sequence, so a response resumes as it would
-    have continued. With ``params.first_temperature`` the first token of a response is a part.
-
-    Args:
-        collector: has the requests, and what their responses have so far.
-        media: makes SGLang's inputs of the media of requests; None: they take text only.
-    """
-
-    def __init__(self, native: SGLangNative, collector: CompletionCollector, params: SamplingParams,
-                 stop_ids: list[int], media: SGLangMedia | None = None) -> None:
-        self.native, self.collector, self.params, self.stop_ids = native, collector, params, stop_ids
-        self.media = media
-        self.next = [(i, j) for i, request in enumerate(collector.requests) for j in range(len(request.seeds))]
-        self.drawing: dict[asyncio.Task[Completion], tuple[int, int]] = {}
-
-    def ended(self) -> Ended:
-        """Start a part of each response in ``self.next``, and wait; return the parts that have ended since the last
-        call. Without any, as all wait for answers, there is nothing to wait for."""
-        return self.native.run(self._some) if self.next or self.drawing else []
-
-    def abort(self) -> Ended:
-        """Stop what is unfinished; return it as it is."""
-        return self.native.run(self._rest) if self.drawing else []
-
-    async def _some(self) -> Ended:
-        self.drawing |= {asyncio.ensure_future(self._draw(i, j)): (i, j) for i, j in self.next}
-        self.next = []
-        return self._take((await asyncio.wait(self.drawing, return_when=asyncio.FIRST_COMPLETED))[0])
-
-    async def _rest(self) -> Ended:
-        self.native.manager.abort_request(abort_all=True)
-        return self._take((await asyncio.wait(self.drawing))[0])
-
-    def _take(self, done: set["asyncio.Task[Completion]"]) -> Ended:
-        return sorted(((*self.drawing.pop(task), task.result()) for task in done), key=lambda part: part[:2])
-
-    async def _draw(self, i: int, j: int) -> Completion:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-        request, begun, p = self.collector.requests[i], self.collector.begun(i, j), self.params
-        temperature, left = p.temperature, p.max_new_tokens - len(begun)
-        if p.first_temperature is not None and not begun:
-            temperature, left = p.first_temperature, 1
-        sampling: dict[str, Any] = {
-            "max_new_tokens": left, "temperature": temperature, "top_p": p.top_p, "top_k": p.top_k or -1, "min_p":
-            p.min_p, "stop_token_ids": self.stop_ids, "sampling_seed": request.seeds[j] if temperature else -1
-        }  # yapf: disable
-        media = [self.media.of(request, begun)] if self.media and request.media else None
-        asked = GenerateReqInput(input_ids=request.token_ids + begun, image_data=media, sampling_params=sampling,
-                                 return_logprob=True)
-        answer = await anext(self.native.manager.generate_request(asked, None))
-        found, drawn = answer["meta_info"], list(answer["output_ids"])
-        reason = found["finish_reason"]["type"]
-        if reason == "abort":  # an abort may come after the end
-            ended = drawn and drawn[-1] in self.stop_ids
-            reason = "stop" if ended else "length" if len(drawn) == left else "abort"
-        return Completion(drawn, [entry[0] for entry in found.get("output_token_logprobs") or []], reason)

@@ -10,21 +10,21 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.rounding import has_experts
 from lightrft.rollout.sglang import weights as sglang_weights
-from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
-                                     stop_ids)
+from lightrft.rollout.engine import Ended
+from lightrft.rollout.partwise import PartwiseEngine
 from lightrft.rollout.tp_group import completions_of_first, group_of, object_of_first, tensor_of_first
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.media import refuse_families, SGLangMedia
-from lightrft.rollout.sglang.client import SGLangNative, SGLangRun
+from lightrft.rollout.sglang.client import SGLangNative
+from lightrft.rollout.sglang.parts import SGLangParts
 from lightrft.rollout.weight_sync.sync import (WeightManifest, checked, checkpoint_names, manifest,
                                                under_checkpoint_names)
-from lightrft.rollout.collector import CompletionCollector
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
 
-class SGLangEngine:
+class SGLangEngine(PartwiseEngine):
     """A rollout engine on SGLang, whose weights are random until the first update.
 
     Asleep it holds neither weights nor cache (on CUDA); graphs and contexts stay. They return in the order weights,
@@ -43,15 +43,16 @@ class SGLangEngine:
         media: makes SGLang's inputs of the media of requests; None: they take text only.
     """
 
+    title = "SGLang"
+
     def __init__(self, native: SGLangNative | None, weights: WeightManifest, eos_token_ids: Iterable[int],
                  vocabulary: int, longest: int, bucket_bytes: int, sleeps: bool = False, keeps: bool = True,
                  group: dist.ProcessGroup | None = None, media: SGLangMedia | None = None) -> None:
-        self.media = media
+        super().__init__()
         self.native, self.weights, self.eos_token_ids = native, weights, frozenset(eos_token_ids)
         self.vocabulary, self.longest, self.bucket_bytes = vocabulary, longest, bucket_bytes
-        self.sleeps, self.keeps, self.group = sleeps, keeps, group
-        self.weight_version = 0
-        self._ready = self._holds = self._asleep = self._cache_asleep = False
+        self.sleeps, self.keeps, self.group, self.takes_media = sleeps, keeps, group, media is not None
+        self.drawer = SGLangParts(native, self.stop_ids, media) if native else None
         try:
             self._dtypes = object_of_first({name: dtype for name, (dtype, _) in self._held().items()}, group)
         except UserError:
@@ -98,42 +99,8 @@ class SGLangEngine:
         held = self._held()
         return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
 
-    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
-        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`. A collective of ``group``.
-
-        Raises:
-            RuntimeError: while asleep, when no weights came since the start or the last sleep, or SGLang has ended.
-            ValueError: for an empty prompt, media, a token out of the vocabulary, or a request that is too long.
-        """
-        self._check(requests, params)
-        collector = CompletionCollector(requests, params, self.vocabulary, self.group, on_finished, on_arrived,
-                                        next_turn)
-        if not collector.requests:
-            return []
-        self._wake_cache()
-        stop = stop_ids(self.eos_token_ids, params, self.vocabulary)
-        run = SGLangRun(self.native, collector, params, stop, self.media) if self.native else None
-        try:
-            self._collect(run, collector)
-        finally:  # after an error too, or the next call would resume what is left
-            rest = run.abort() if run else []
-        return collector.finish(completions_of_first(rest, self.group))
-
-    def _collect(self, run: SGLangRun | None, collector: CompletionCollector) -> None:
-        """Collect responses, round by round on all ranks of the group, until all ended or every rank has enough."""
-        complete = collector.empty
-        while not collector.enough(complete):
-            complete, resumed = collector.take(completions_of_first(run.ended() if run else [], self.group))
-            if run:
-                run.next += resumed
-
-    def _check(self, requests: list[Request], params: SamplingParams) -> None:
-        if self._asleep:
-            raise RuntimeError("the SGLang engine is asleep: call wake() and update_weights() before generate()")
-        if not self._ready:
-            raise RuntimeError("the SGLang engine has no weights yet: call update_weights() before generate()")
-        check_requests(requests, params, "SGLang", self.vocabulary, self.longest, self.media is not None)
+    def _shared(self, parts: Ended) -> Ended:
+        return completions_of_first(parts, self.group)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load full weights under their HF names and drop every cached prefix; while it has weights, only those that
@@ -145,6 +112,7 @@ class SGLangEngine:
         """
         if self._asleep:
             raise RuntimeError("the SGLang engine is asleep: call wake() before update_weights()")
+        self._pause()
         kept, self._ready, self._holds = self.holds_weights, False, False
         stream = checked(named_tensors, self.weights.changing if kept else self.weights.shapes)
         if self.native is not None:
@@ -157,6 +125,7 @@ class SGLangEngine:
 
     def sleep(self) -> None:
         """Drop weights and cache; their device memory is free afterwards (CUDA)."""
+        self._pause()
         if self.sleeps and not self._asleep:
             if self.native is not None:
                 self.native.come_to_rest()
@@ -190,9 +159,10 @@ class SGLangEngine:
     def shutdown(self) -> None:
         """End SGLang's processes, and no others."""
         self._asleep, self._ready = True, False
+        self._forget()
         if self.native is not None:
             self.native.shutdown()
-            self.native = None
+            self.native = self.drawer = None
 
 
 def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,

@@ -64,19 +64,30 @@ def _with_window(info: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 def _draw(sampler: nn.Module, output: Any, info: "SamplingBatchInfo", return_logprob: bool, top_logprobs_nums: Any,
           token_ids_logprobs: Any, positions: Tensor, **_: Any) -> Tensor:
-    """Replace SGLang's sampler; return tokens int32 [n]. Requests differ only in seed and temperature; greedy ones have
-    a seed below 0. What else SGLang passes is for watermarks, which the trainer never asks for."""
+    """Replace SGLang's sampler; return tokens int32 [n]. Greedy requests have a seed below 0. What else SGLang passes
+    is for watermarks, which the trainer never asks for."""
     logits, seeds = output.next_token_logits.float(), info.sampling_seed
-    params = SamplingParams(
-        1, 1.0, info.top_ps[0].item() if info.need_top_p_sampling else 1.0,
-        int(info.top_ks.max()) if info.need_top_k_sampling else 0,
-        info.min_ps[0].item() if info.need_min_p_sampling else 0.0)  # yapf: disable
-    tokens, logprobs = sample(logits / info.temperatures, uniforms_at(seeds, positions), params)
+    noise, tokens, logprobs = uniforms_at(seeds, positions), torch.zeros_like(seeds), logits.new_zeros(len(seeds))
+    for params, rows in _restrictions(info):
+        tokens[rows], logprobs[rows] = sample(logits[rows] / info.temperatures[rows], noise[rows], params)
     if info.is_any_greedy:
         best, scores = sample(logits, None, SamplingParams(1, 0.0))
         tokens, logprobs = torch.where(seeds < 0, best, tokens), torch.where(seeds < 0, scores, logprobs)
     output.next_token_logprobs = logprobs
     return tokens.to(torch.int32)
+
+
+def _restrictions(info: "SamplingBatchInfo") -> Iterator[tuple[SamplingParams, Any]]:
+    """Yield each top-p, top-k and min-p of the requests that are not greedy, with their rows."""
+    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+        yield SamplingParams(1), slice(None)
+        return
+    values = torch.stack([info.top_ps.double(), info.top_ks.double(), info.min_ps.double()], 1)
+    distinct, kinds = values.masked_fill(info.sampling_seed[:, None] < 0, 0.0).unique(dim=0, return_inverse=True)
+    for kind, (top_p, top_k, min_p) in enumerate(distinct.tolist()):
+        if top_p:
+            rows = slice(None) if len(distinct) == 1 else kinds == kind
+            yield SamplingParams(1, 1.0, top_p, int(top_k), min_p), rows
 
 
 def _seeded(build: Callable[..., "SamplingBatchInfo"]) -> Callable[..., "SamplingBatchInfo"]:

@@ -1,6 +1,5 @@
 """The HF engine round by round: responses that wait hold up nobody, keep their rows, and lose them where others need
 them; requests, parameters and weights that come in between."""
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ from lightrft.rollout import Completion, Continuation, Request
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.rollout.tests.test_partial import TINY
+from lightrft.tests.support.stepping import rounds_keep_to_the_protocol
 from lightrft.tests.support.turns import PARAMS, Toy, by_hand
 
 CLOSE = 2e-6  # nats: rows that were kept, against prefilling anew
@@ -79,35 +79,6 @@ def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
     assert stepped.step() == [] and not stepped._queue.open
 
 
-def test_a_slow_answer_is_that_of_a_quick_one_and_holds_up_nobody():
-    """Two responses are answered after all others have ended; the rounds of the others go on meanwhile."""
-    asked, slow = requests(), dict[tuple[int, int], tuple[Future, Continuation | None]]()
-    quick, toy, stepped, rounds = engine().generate(asked, PARAMS, next_turn=Toy(asked)), Toy(asked), engine(), []
-
-    def answer(stopped):
-        answers = toy(stopped)
-        for number, (i, j, _) in enumerate(stopped):
-            if len(slow) < 2 and (i, j) not in slow and answers[number] is not None:
-                slow[i, j] = Future(), answers[number]
-                answers[number] = slow[i, j][0]
-        return answers
-
-    def counted(step=stepped.step):
-        rounds.append(len(slow) == 2)
-        parts = step()
-        if stepped._queue.open.keys() == slow.keys():  # the others have ended
-            for future, late in slow.values():
-                future.done() or future.set_result(late)
-        return parts
-
-    stepped.step = counted
-    found = stepped.generate(asked, PARAMS, next_turn=answer)
-    assert sum(rounds) > 10, "the others did not go on"
-    for group, expected in zip(found, quick, strict=True):
-        for done, other in zip(group, expected, strict=True):
-            same(done, other)
-
-
 def test_requests_parameters_and_pauses_in_between():
     """None of them changes a token of another response: more and longer requests, that need a larger cache; a greedy
     rest of a response among others; weights that come anew, and sleep."""
@@ -140,15 +111,6 @@ def test_requests_parameters_and_pauses_in_between():
                 same(found[i, j], done)
 
 
-def test_abort_returns_what_was_drawn():
-    stepped, asked = engine(), requests()
-    whole = engine().generate(asked, PARAMS)
-    stepped.submit(asked, PARAMS)
-    found = collect(stepped, 4)
-    stepped.abort([(i, j) for i in range(len(asked)) for j in range(3)])
-    parts = stepped.step()
-    assert {part.finish_reason for *_, part in parts} == {"abort"} and len(parts) + len(found) == 21
-    for i, j, part in parts:
-        assert part.token_ids == whole[i][j].token_ids[:len(part.token_ids)] and len(part.token_ids) == 4
-    with pytest.raises(KeyError):
-        stepped.resume((0, 0), [1])
+def test_rounds_keep_to_the_protocol():
+    stepped = engine()
+    rounds_keep_to_the_protocol(stepped, requests(), lambda: stepped.update_weights([], 1))

@@ -1,13 +1,13 @@
 """Parts of the vLLM engine that only CUDA needs: its stream and the memory of its sleep, with stand-ins for CUDA's."""
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightrft.rollout.vllm.engine import keep_unmapped_pools
-from lightrft.rollout.vllm.generate import VLLMRun
+from lightrft.rollout.vllm.parts import VLLMParts
 from lightrft.rollout.vllm.launch import NativeStream
 
 pytest.importorskip("vllm")
@@ -67,26 +67,18 @@ def test_without_cuda_no_stream_is_asked_for(monkeypatch):
         pass
 
 
-def test_steps_run_on_the_stream_of_vllm_and_callbacks_on_the_trainers(streams):
+def test_steps_run_on_the_stream_of_vllm_and_all_else_on_the_trainers(streams, monkeypatch):
+    monkeypatch.setattr("lightrft.rollout.vllm.parts._generators_kept", nullcontext)
     native, own, seen = NativeStream(), streams.stream("vllm"), []
     with native.entered():
         streams.now = own
 
-    class Collector(SimpleNamespace):
-        requests, empty, own = [], False, []
+    def step():
+        seen.append(streams.now.name)
+        return []
 
-        def enough(self, complete):
-            return complete
-
-        def take(self, ended):
-            seen.append(("take", streams.now.name))
-            return True, []
-
-    engine = SimpleNamespace(step=lambda: seen.append(("step", streams.now.name)) or [])
-    run = VLLMRun(engine, Collector(), None, [], stream=native)
-    run.drawing["0/0/0"] = 0, 0, "0/0/0"
-    run._draw()
-    assert seen == [("step", "vllm"), ("take", "trainer")]
+    assert VLLMParts(SimpleNamespace(step=step), None, stream=native).round([], False) == []
+    assert seen == ["vllm"] and streams.now.name == "trainer"
 
 
 class Pool:

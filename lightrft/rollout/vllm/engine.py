@@ -15,16 +15,15 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.towers import config_value
 from lightrft.rollout.vllm import weights as vllm_weights
-from lightrft.rollout.engine import (Arrived, Completion, Finished, NextTurn, Request, SamplingParams, check_requests,
-                                     refuse_media, stop_ids)
+from lightrft.rollout.engine import Request, SamplingParams, refuse_media
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import WeightManifest, checked, manifest
-from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.partwise import PartwiseEngine
 from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
-from lightrft.rollout.vllm.generate import VLLMRun
 from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
+from lightrft.rollout.vllm.parts import VLLMParts
 from lightrft.types import MediaSource
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
@@ -64,7 +63,7 @@ def refuse_families(config: PretrainedConfig, most: Mapping[str, int], causal: b
         refuse_media("vllm", most, "on a CPU vLLM hides the later tokens of a picture from the earlier ones")
 
 
-class VLLMEngine:
+class VLLMEngine(PartwiseEngine):
     """A rollout engine on ``native``, vLLM's own engine, whose weights are random until the first update.
 
     Asleep it holds neither weights nor cache (on CUDA); graphs stay. They return in the order weights, update, cache,
@@ -86,17 +85,20 @@ class VLLMEngine:
         UserError: vLLM skips a weight, or has no own code for the model.
     """
 
+    title = "vLLM"
+
     def __init__(self, native: "LLMEngine", weights: WeightManifest, eos_token_ids: Iterable[int], sleeps: bool = False,
                  group: dist.ProcessGroup | None = None, owns_world: bool = False, adapters: Adapters | None = None,
                  media: MediaSource | None = None, unused: tuple[str, ...] = (),
                  buffers: Mapping[str, Tensor] | None = None, stream: NativeStream | None = None) -> None:
-        self.unused, self.buffers, self.stream = unused, buffers or {}, stream or NativeStream()
+        super().__init__()
+        self.unused, self.buffers = unused, buffers or {}
         self.media = None if media is None else VLLMMedia(native, media)
         self.native, self.weights, self.eos_token_ids = native, weights, frozenset(eos_token_ids)
-        self.sleeps, self.group, self.owns_world = sleeps, group, owns_world
-        self.weight_version = 0
+        self.vocabulary, self.longest = native.model_config.get_vocab_size(), native.model_config.max_model_len
+        self.sleeps, self.group, self.owns_world, self.takes_media = sleeps, group, owns_world, media is not None
         self.adapters = adapters
-        self._ready = self._holds = self._asleep = self._cache_asleep = False
+        self.drawer = VLLMParts(native, self.stop_ids, adapters and adapters.request, self.media, stream)
         if vllm_weights.is_borrowed(self.model):
             raise UserError(
                 "vLLM does not implement this model. It would run the transformers code, and patch it in this "
@@ -160,26 +162,10 @@ class VLLMEngine:
         """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`. A collective of ``group``."""
         return self.weight_map.fingerprints(names)
 
-    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
-        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`. A collective of ``group``.
-
-        Raises:
-            RuntimeError: while asleep, or when no weights came since the start or the last sleep.
-            ValueError: for an empty prompt, media, a token out of the vocabulary, or a request that is longer than the
-                engine was started for.
-        """
-        self._check(requests, params)
-        vocabulary = self.native.model_config.get_vocab_size()
-        collector = CompletionCollector(requests, params, vocabulary, self.group, on_finished, on_arrived, next_turn)
-        if not collector.requests:
-            return []
+    def _wake_cache(self) -> None:
         if self._cache_asleep:
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
-        stop, adapter = stop_ids(self.eos_token_ids, params, vocabulary), self.adapters and self.adapters.request
-        with process_state_kept():  # vLLM draws from the global generators
-            return VLLMRun(self.native, collector, params, stop, adapter, self.media, self.stream).run()
 
     def positions(self, request: Request) -> Tensor | None:
         """Implement :meth:`~lightrft.rollout.engine.ShowsPositions.positions`, by drawing a token."""
@@ -205,14 +191,6 @@ class VLLMEngine:
         with process_state_kept():
             return {} if self.media is None else self.media.tensors(request)
 
-    def _check(self, requests: list[Request], params: SamplingParams) -> None:
-        if self._asleep:
-            raise RuntimeError("the vLLM engine is asleep: call wake() and update_weights() before generate()")
-        if not self._ready:
-            raise RuntimeError("the vLLM engine has no weights yet: call update_weights() before generate()")
-        native = self.native.model_config
-        check_requests(requests, params, "vLLM", native.get_vocab_size(), native.max_model_len, self.media is not None)
-
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load full weights under their HF names and drop every cached prefix and picture; while it has weights, only
         those that training changes.
@@ -223,6 +201,7 @@ class VLLMEngine:
         """
         if self._asleep:
             raise RuntimeError("the vLLM engine is asleep: call wake() before update_weights()")
+        self._pause()
         kept, self._ready, self._holds = self.holds_weights, False, False
         stream = checked(named_tensors, self.weights.changing if kept else self.weights.shapes)
         with bare(self.model):
@@ -237,6 +216,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Drop weights and cache; their device memory is free afterwards (CUDA). Next to adapters the base weights are
         kept in host memory."""
+        self._pause()
         if self.sleeps and not self._asleep:
             self.native.sleep(level=1 if self.adapters else 2)
             self._holds = self._holds and self.adapters is not None
@@ -251,7 +231,8 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM and its process groups; the trainer's stay (vLLM's own shutdown would end them too)."""
         self._asleep, self._ready = True, False
-        self.adapters = self.media = None
+        self._forget()
+        self.adapters = self.media = self.drawer = None
         for name in ("weight_map", "_derived"):  # vLLM frees its memory, which nothing may use then
             vars(self).pop(name, None)
         end_native(self.native, self.owns_world)

@@ -6,6 +6,7 @@ from lightrft.rollout import Request, SamplingParams
 from lightrft.tests.support import tiny
 from lightrft.tests.support.engine_rig import (EXACT, LIMIT, NEW, STOPS, reports_responses_as_they_end, requests,
                                                tokens)
+from lightrft.tests.support.stepping import rounds_keep_to_the_protocol
 
 
 class EngineContract:
@@ -105,6 +106,12 @@ class EngineContract:
         assert reasons == {"stop", "length"} or not temperature, "greedy responses to few prompts may all be long"
         one = SamplingParams(1, temperature, first_temperature=8.0)
         assert all(len(done.token_ids) == 1 for group in rig.engine.generate(asked, one) for done in group)
+
+    def test_rounds(self, rig):
+        """Asleep and awake again between two of them."""
+        rig.ready()
+        rounds_keep_to_the_protocol(rig.engine, requests(), lambda: (rig.engine.sleep(), rig.ready()))
+        assert not rig.unfinished()
 
     def test_asleep_it_neither_generates_nor_learns(self, rig):
         rig.ready()

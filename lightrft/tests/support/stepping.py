@@ -1,0 +1,148 @@
+"""What every engine does round by round, whatever other responses are open."""
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from lightrft.rollout import Completion, Request
+from lightrft.rollout.engine import Key
+from lightrft.tests.support.turns import NEW, PARAMS, Toy, equal
+
+ANSWER, PATIENCE = [200, 201], 3000
+KINDS = [PARAMS, replace(PARAMS, temperature=0.7, first_temperature=8.0), replace(PARAMS, temperature=0.0),
+         replace(PARAMS, top_k=3, stop_token_ids=()), replace(PARAMS, top_p=0.5, max_new_tokens=6)]  # yapf: disable
+GREEDY, LONG = replace(PARAMS, temperature=0.0, stop_token_ids=()), replace(PARAMS, max_new_tokens=2 * NEW)
+Parts = dict[Key, Completion]
+
+
+def numbered(groups: list[list[Completion]], first: int) -> Parts:
+    """Responses by key, if their requests count from ``first``."""
+    return {(first + i, j): done for i, group in enumerate(groups) for j, done in enumerate(group)}
+
+
+def collect(engine, keys: Iterable[Key]) -> Parts:
+    """Step until all of ``keys`` have been reported; return their parts, each of which comes once."""
+    parts, missing = Parts(), set(keys)
+    for _ in range(PATIENCE):
+        if not missing:
+            return parts
+        for i, j, part in engine.step():
+            missing.remove((i, j))
+            parts[i, j] = part
+    raise AssertionError(f"nothing of {missing} after {PATIENCE} rounds")
+
+
+def same(parts: Parts, expected: Parts) -> None:
+    for key, done in expected.items():
+        assert equal(parts[key], done), (key, parts[key], done)
+
+
+def parameters_run_together(engine, asked: list[Request]) -> None:
+    """Samples, a hot first token, greedy responses, few likely tokens: each is what it is alone."""
+    alone, expected = [engine.generate(asked, params) for params in KINDS], Parts()
+    for params, groups in zip(KINDS, alone, strict=True):
+        expected |= numbered(groups, engine.submit(asked, params))
+    same(collect(engine, expected), expected)
+    assert engine.step() == []
+
+
+def waiting_holds_up_nobody(engine, asked: list[Request]) -> None:
+    """The others end. Then all wait, which is no deadlock: some resume by other parameters, the rest is aborted."""
+    alone = engine.generate(asked, PARAMS), engine.generate(asked[:2], LONG)
+    first = engine.submit(asked, PARAMS, waits=True)
+    expected = numbered(alone[0], first) | numbered(alone[1], engine.submit(asked[:2], LONG))
+    parts = collect(engine, expected)
+    same(parts, expected)
+    assert engine.step() == [] == engine.step(), "it does not wait"
+    waiting = [(i, j) for (i, j), done in parts.items()
+               if i < first + len(asked) and done.finish_reason == "stop" and len(done.token_ids) + len(ANSWER) < NEW]
+    gone, resumed = waiting[::3], [key for number, key in enumerate(waiting) if number % 3]
+    assert gone and len(resumed) > 2
+    engine.abort(gone)
+    for key in resumed:
+        engine.resume(key, ANSWER, GREEDY)
+    for key in (gone[0], resumed[0]):
+        with pytest.raises(KeyError):
+            engine.resume(key, ANSWER)
+    rest = collect(engine, resumed)
+    for i, j in resumed:
+        begun = replace(asked[i - first], seeds=[0], prefixes=[parts[i, j].token_ids + ANSWER])
+        same({(i, j): rest[i, j]}, {(i, j): engine.generate([begun], GREEDY)[0][0]})
+    engine.abort(expected)
+    assert engine.step() == []
+
+
+def an_abort_returns_what_was_drawn(engine, asked: list[Request]) -> None:
+    """Of some, while the others go on."""
+    whole = engine.generate(asked, LONG)
+    first = engine.submit(asked, LONG)
+    expected, reported = numbered(whole, first), Parts()
+    while not reported:
+        reported |= {(i, j): part for i, j, part in engine.step()}
+    gone = [key for key in expected if key not in reported][::2]
+    engine.abort(gone)
+    ended = {(i, j): part for i, j, part in engine.step()}
+    assert gone and ended.keys() == set(gone)
+    for key, part in ended.items():
+        assert part.token_ids == expected[key].token_ids[:len(part.token_ids)] and len(part.logprobs) == len(
+            part.token_ids)
+        assert part.finish_reason == "abort" or equal(part, expected[key])
+    assert "abort" in {part.finish_reason for part in ended.values()} and any(part.token_ids for part in ended.values())
+    same(reported | collect(engine,
+                            expected.keys() - reported.keys() - ended.keys()) | ended,
+         {key: done for key, done in expected.items() if key not in ended})
+    assert engine.step() == []
+
+
+def responses_outlive_an_update(engine, asked: list[Request], update: Callable[[], object]) -> None:
+    """They go on from their tokens. Here with the same weights, so that greedy ones are those of one go."""
+    whole = engine.generate(asked, GREEDY), engine.generate(asked, PARAMS)
+    expected = numbered(whole[0], engine.submit(asked, GREEDY))
+    first = engine.submit(asked, PARAMS, waits=True)
+    parts = {(i, j): part for i, j, part in engine.step()}
+    update()
+    keys = [*expected, *numbered(whole[1], first)]
+    parts |= collect(engine, [key for key in keys if key not in parts])
+    update()
+    assert engine.step() == []
+    same(parts, expected)
+    waiting = next(key for key in keys[len(expected):] if parts[key].finish_reason == "stop" and
+                   len(parts[key].token_ids) + len(ANSWER) < NEW)  # yapf: disable
+    engine.resume(waiting, ANSWER)
+    assert collect(engine, [waiting])[waiting].token_ids
+    engine.abort(keys)
+    assert engine.step() == []
+
+
+def a_slow_answer_is_that_of_a_quick_one(engine, asked: list[Request]) -> None:
+    """Some answers come after all other responses have ended."""
+    quick, toy, slow, ended = engine.generate(asked, PARAMS, next_turn=Toy(asked)), Toy(asked), dict(), []
+    most = sum(len(request.seeds) for request in asked)
+
+    def arrived(responses) -> None:
+        ended.extend(responses)
+        if len(ended) + len(slow) == most:
+            for future, answer in slow.values():
+                future.done() or future.set_result(answer)
+
+    def answer(stopped):
+        answers = toy(stopped)
+        for number, (i, j, _) in enumerate(stopped):
+            if len(slow) < 3 and (i, j) not in slow and answers[number] is not None:
+                slow[i, j] = Future(), answers[number]
+                answers[number] = slow[i, j][0]
+        return answers
+
+    found = engine.generate(asked, PARAMS, on_arrived=arrived, next_turn=answer)
+    assert len(slow) == 3
+    same(numbered(found, 0), numbered(quick, 0))
+
+
+def rounds_keep_to_the_protocol(engine, asked: list[Request], update: Callable[[], object]) -> None:
+    """All of them, one after another: none leaves anything behind."""
+    parameters_run_together(engine, asked)
+    waiting_holds_up_nobody(engine, asked)
+    an_abort_returns_what_was_drawn(engine, asked)
+    responses_outlive_an_update(engine, asked, update)
+    a_slow_answer_is_that_of_a_quick_one(engine, asked)
