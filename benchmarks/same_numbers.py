@@ -4,9 +4,10 @@
     python benchmarks/same_numbers.py OLD . --only dapo lora
     python benchmarks/same_numbers.py OLD NEW --first_step 1e-5   # other kernels: later steps only amplify rounding
 
-Each commit is checked out in a folder and runs the quickstart's model (warmed up once, by OLD) on the quickstart's
-data, 20 steps per scenario. One process must agree bitwise; two ranks and vLLM to 1e-6. Compared are the metrics of
-OLD, without times and memory, the final weights, and the rollouts.
+Each commit is checked out in a folder and runs the quickstart's models (made and warmed up once, by OLD) on the
+quickstart's data, 20 steps per scenario: reinforcement, also with pictures and with an environment of three turns, and
+training on fixed rows. One process must agree bitwise; two ranks and vLLM to 1e-6. Compared are the metrics of OLD,
+without times and memory, the final weights, and the rollouts.
 """
 import argparse
 import json
@@ -21,24 +22,49 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Iterator
 
+import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 TIMES = ("time/", "perf/", "rollout/tokens_per_s", "time")
-BASE = {
+RL = {
+    "pretrain": "{home}/sft/hf", "prompt_data": "{home}/data/train.parquet", "eval_data": "{home}/data/test.parquet",
     "rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 16, "max_steps": 20, "eval_steps": 20,
     "max_eval_samples": 64, "save_steps": 10, "num_trajectories_to_save": 0, "logging_steps": 20, "print_samples": 0,
     "use_tensorboard": "false", "strategy": "auto"
 }  # yapf: disable
+PICTURES = RL | {
+    "pretrain": "{home}/vl/sft/hf", "prompt_data": "{home}/vl/data/train.parquet",
+    "eval_data": "{home}/vl/data/test.parquet"
+}  # yapf: disable
+TURNS = RL | {
+    "reward": "examples/quickstart/reward.py:accuracy", "generate_max_len": 64, "save_trajectories": "true"
+}  # yapf: disable
+ROWS = {
+    "pretrain": "{home}/sft/hf", "train_data": "{home}/data/sft.parquet", "max_len": 64, "train_batch_size": 16,
+    "micro_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 20, "logging_steps": 1, "save_steps": 10,
+    "use_tensorboard": "false", "strategy": "auto"
+}  # yapf: disable
+PAIRS = ROWS | {"train_data": "{home}/data/pairs.jsonl"}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Options of a run, and the largest allowed difference of its numbers."""
+    """Options of a run beside those of its kind, and the largest allowed difference of its numbers.
+
+    ``program`` are the words of the program; one that lies in ``benchmarks`` is that of this tree for both commits.
+    """
     options: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     within: float = 0.0
     resumes: bool = False  # the second half is computed again, from a checkpoint
+    kind: dict[str, Any] = field(default_factory=lambda: RL)
+    program: tuple[str, ...] = ("examples/quickstart/train_colocate.py", )
+
+
+def trainer(name: str, kind: dict[str, Any], options: dict[str, Any] | None = None, **rest: Any) -> Scenario:
+    """Make the scenario of a trainer of fixed rows."""
+    return Scenario(options or {}, kind=kind, program=("-m", f"lightrft.cli.train_{name}"), **rest)
 
 
 SCENARIOS = {
@@ -51,7 +77,14 @@ SCENARIOS = {
     "lora": Scenario({"lora_rank": 4, "actor_learning_rate": 3e-3}),
     "oversample": Scenario({"oversample": 1.5}),
     "resume": Scenario({}, resumes=True),
+    "pictures": Scenario(kind=PICTURES, program=("examples/quickstart_vl/train_colocate.py", )),
+    "turns": Scenario(kind=TURNS, program=(str(ROOT / "benchmarks/three_turns.py"), )),
+    "sft": trainer("sft", ROWS),
+    "dpo": trainer("dpo", PAIRS, {"beta": 0.5, "nll_loss_coef": 0.1}),
+    "rm": trainer("rm", PAIRS),
+    "resume_sft": trainer("sft", ROWS, resumes=True),
     "ranks": Scenario({"recipe": "grpo"}, ranks=2, within=1e-6),
+    "ranks_dpo": trainer("dpo", PAIRS, ranks=2, within=1e-6),
     "vllm": Scenario({"engine_type": "vllm", "max_steps": 5, "save_steps": 5}, within=1e-6),
 }  # yapf: disable
 
@@ -85,23 +118,47 @@ def execute(tree: Path, words: list[str], log: Path) -> None:
 
 
 def prepare(tree: Path, home: Path) -> None:
-    """Make the quickstart's data and a model with a short warm-up, in ``home``."""
-    execute(tree, ["examples/quickstart/prepare.py", "--out", str(home), "--seed", "42"], home / "log")
-    execute(tree, ["-m", "lightrft.cli.train_sft", "--pretrain", f"{home}/base", "--train_data",
-                   f"{home}/data/sft.parquet", "--save_path", f"{home}/sft", "--train_batch_size", "32",
-                   "--learning_rate", "3e-3", "--max_len", "64", "--logging_steps", "200", "--max_steps", "400",
-                   "--disable_ckpt"], home / "log")  # yapf: disable
+    """Make the data of all scenarios and models with a short warm-up, in ``home``."""
+    warm_up(tree, home, "quickstart", {"learning_rate": 3e-3, "max_steps": 400})
+    warm_up(tree, home / "vl", "quickstart_vl", {"learning_rate": 3e-3, "max_steps": 60})
+    rows = pq.read_table(home / "data" / "train.parquet").to_pylist()[:400]
+    with (home / "data" / "pairs.jsonl").open("w") as file:
+        file.writelines(json.dumps(pair_of(row)) + "\n" for row in rows)
+
+
+def warm_up(tree: Path, home: Path, example: str, options: dict[str, Any]) -> None:
+    """Make the data and the model of an example and train the model on demonstrations, in ``home``."""
+    home.mkdir(exist_ok=True)
+    execute(tree, [f"examples/{example}/prepare.py", "--out", str(home), "--seed", "42"], home / "log")
+    execute(tree, ["-m", "lightrft.cli.train_sft", *as_words({
+        "pretrain": f"{home}/base", "train_data": f"{home}/data/sft.parquet", "save_path": f"{home}/sft",
+        "train_batch_size": 32, "max_len": 64, "logging_steps": 200} | options), "--disable_ckpt"],
+        home / "log")  # yapf: disable
+
+
+def pair_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Make a pair of the right answer to a prompt and a wrong one."""
+    answer = int(row["reward_model"]["ground_truth"])
+    return {"prompt": row["prompt"], "chosen": f"\\boxed{{{answer}}}", "rejected": f"\\boxed{{{answer + 1}}}"}
+
+
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Write options as words of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def words_of(scenario: Scenario, home: Path | str, save: Path | str) -> list[str]:
+    """Return the command of a scenario, without the interpreter."""
+    options = {name: str(value).format(home=home) for name, value in (scenario.kind | scenario.options).items()}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.ranks}"]
+    return [*(launcher if scenario.ranks > 1 else []), *scenario.program,
+            *as_words(options | {"save_path": str(save)})]  # yapf: disable
 
 
 def run(tree: Path, home: Path, scenario: Scenario, save: Path) -> None:
     """Run one scenario, into ``save``."""
     save.mkdir(parents=True)
-    options = BASE | scenario.options | {
-        "pretrain": f"{home}/sft/hf", "prompt_data": f"{home}/data/train.parquet",
-        "eval_data": f"{home}/data/test.parquet", "save_path": str(save)}  # yapf: disable
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.ranks}"]
-    words = [*(launcher if scenario.ranks > 1 else []), "examples/quickstart/train_colocate.py",
-             *(word for name, value in options.items() for word in (f"--{name}", str(value)))]  # yapf: disable
+    words = words_of(scenario, home, save)
     execute(tree, words, save / "log")
     if scenario.resumes:  # once more from the checkpoint in the middle
         shutil.rmtree(save / "checkpoints" / "step_000020")
@@ -167,7 +224,6 @@ def main() -> int:
                                                 Path(work, "old")) as old, checkout(args.commits[1],
                                                                                     Path(work, "new")) as new:
         home = Path(work, "home")
-        home.mkdir()
         prepare(old, home)
         for name in args.only:
             saves = [Path(work, "runs", side, name) for side in ("old", "new")]

@@ -50,3 +50,12 @@ def test_a_metric_that_is_gone_and_rounding_in_the_first_step(script, tmp_path):
     rounded = script.compare(old, write(tmp_path / "rounded", kl=4.00002))
     assert rounded["step 1"] == pytest.approx(5e-6) and not script.fits(rounded, script.SCENARIOS["ppo"], 1e-6)
     assert script.fits(rounded, script.SCENARIOS["ppo"], 1e-5)
+
+
+def test_a_pair_is_right_and_wrong_and_options_name_the_folder_of_the_data(script):
+    row = {"prompt": [{"role": "user", "content": "What is 3+4?"}], "reward_model": {"ground_truth": "7"}}
+    assert script.pair_of(row) == {"prompt": row["prompt"], "chosen": "\\boxed{7}", "rejected": "\\boxed{8}"}
+    words = script.words_of(script.SCENARIOS["ranks_dpo"], "home", "save")
+    assert words[2:6] == ["--standalone", "--nproc-per-node=2", "-m", "lightrft.cli.train_dpo"]
+    assert words[words.index("--train_data") + 1] == "home/data/pairs.jsonl"
+    assert words[-2:] == ["--save_path", "save"]
