@@ -50,8 +50,12 @@ def refuse_early(parsed: ParsedConfig, functions: Container[str] = ()) -> None:
     Raises:
         UserError: with the first kind of these problems.
     """
+    _refuse_written(parsed, functions)
+    _refuse_rows(parsed)
+
+
+def _refuse_written(parsed: ParsedConfig, functions: Container[str] = ()) -> None:
     from lightrft.preflight.hardware import Machine
-    from lightrft.preflight.inputs import refuse_rows
     from lightrft.preflight.shared_rules import known_without_torch
     from lightrft.preflight.written import refuse_as_written  # --help does not wait for these
     ranks = Machine.planned(parsed.plan_gpus).ranks if parsed.plan_gpus else int(os.environ.get("WORLD_SIZE", "1"))
@@ -60,14 +64,19 @@ def refuse_early(parsed: ParsedConfig, functions: Container[str] = ()) -> None:
     except ConfigError as error:
         together = with_sources([*known_without_torch(parsed.config, ranks)], parsed.provenance)
         raise ConfigError(list(dict.fromkeys([*error.problems, *together]))) from None
+
+
+def _refuse_rows(parsed: ParsedConfig) -> None:
+    from lightrft.preflight.inputs import refuse_rows
     refuse_rows(parsed.config, bool(parsed.plan_gpus))
 
 
-def _further(parsed: ParsedConfig, foreign: bool) -> list[str]:
+def _further(parsed: ParsedConfig) -> list[str]:
     """Return what is wrong with the options that could be read; of a command line of another trainer, which has more to
     mend, also what is known only after torch is imported."""
     problems: list[str] = []
-    for check in (refuse_early, *([_refuse_settled] if foreign else [])) if on_one_machine() else ():
+    checks = (_refuse_written, _refuse_rows, *([_refuse_settled] if parsed.foreign else []))
+    for check in checks if on_one_machine() else ():
         try:
             check(parsed)
         except UserError as error:
@@ -80,6 +89,16 @@ def _refuse_settled(parsed: ParsedConfig) -> None:
     settled(parsed)
 
 
+def _refuse_at_once(parsed: ParsedConfig) -> None:
+    """Extend :func:`refuse_early`: one message has all that is wrong with a command line of another trainer."""
+    try:
+        refuse_early(parsed)
+    except UserError:
+        if not parsed.foreign:
+            raise
+        raise ConfigError(_further(parsed)) from None
+
+
 def parse_command(argv: Sequence[str] | None, prog: str | None, description: str, tree: type = Config,
                   defaults: dict[str, Any] | None = None) -> ParsedConfig:
     """Build the option tree as :func:`lightrft.config.cli.parse_config` does, and :func:`refuse_early`.
@@ -90,7 +109,7 @@ def parse_command(argv: Sequence[str] | None, prog: str | None, description: str
     parsed = parse_config(argv, prog, defaults, description, tree, _further)
     if on_one_machine():
         with exit_on_config_error(prog):
-            refuse_early(parsed)
+            _refuse_at_once(parsed)
     if _checks.get():
         raise _Checked
     return parsed

@@ -41,6 +41,7 @@ class ParsedConfig(NamedTuple):
     plan_gpus: str = ""  # the machine that a dry run is for, if it is another one
     prog: str | None = None  # name of the program in messages; None: that of the script
     keywords: Mapping[str, str] | None = None  # option -> keyword, where they differ; None: it comes from flags
+    foreign: bool = False  # the command line has flags of another trainer
 
     @contextmanager
     def own_words(self) -> Iterator[None]:
@@ -52,8 +53,8 @@ class ParsedConfig(NamedTuple):
             yield
 
 
-Further = Callable[[ParsedConfig, bool], Iterable[str]]
-"""Yields what else is wrong with a command line that has problems; True: it has flags of another trainer."""
+Further = Callable[[ParsedConfig], Iterable[str]]
+"""Yields what else is wrong with a command line that has problems."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -164,7 +165,7 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
     dotted = [(word, _of_verl(word, tree)) for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word)]
     theirs = {word: answer for word, answer in dotted if answer}
     problems = [answer for _, answer in dotted if answer]  # behind a flag of several words they would be its values
-    with one_line_per_fact():
+    with one_line_per_fact() as granted:
         flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
         problems += [*_unknown_words(rest, known, tree), *grant_without(flags)]
     layers = [layer for path in flags.pop("config") for layer in _file_layers(path, tree, problems)]
@@ -176,10 +177,10 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
         config = build(tree, with_models_of_runs(tree, values))
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    parsed = ParsedConfig(config, provenance, dry_run, plugins, plan_gpus)
+    foreign = bool(granted) or any(re.search("is (not )?an option (here|of another)", text) for text in problems)
+    parsed = ParsedConfig(config, provenance, dry_run, plugins, plan_gpus, foreign=foreign)
     if problems:
-        foreign = any(re.search("is (not )?an option (here|of another)", text) for text in problems)
-        raise ConfigError([*problems, *_independent(further(parsed, foreign), problems, provenance)])
+        raise ConfigError([*problems, *_independent(further(parsed), problems, provenance)])
     return parsed
 
 

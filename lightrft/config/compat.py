@@ -202,12 +202,13 @@ _granted: ContextVar[dict[str, list[str]] | None] = ContextVar("granted", defaul
 
 
 @contextmanager
-def one_line_per_fact() -> Iterator[None]:
-    """Log what is granted in the block at its end: a line for each fact, with all flags that ask for it, each once."""
+def one_line_per_fact() -> Iterator[dict[str, list[str]]]:
+    """Log what is granted in the block at its end: a line for each fact, with all flags that ask for it, each once.
+    Yields these flags by fact."""
     granted: dict[str, list[str]] = {}
     token = _granted.set(granted)
     try:
-        yield
+        yield granted
     finally:
         _granted.reset(token)
     for fact, names in granted.items():

@@ -67,7 +67,11 @@ _ALGORITHMS: dict[str, str] = {
     "--policy_loss dppo_tv or dppo_kl":
     "dppo",
     "--policy_loss ppo":
-    "vanilla",
+    "vanilla ppo_clip",
+    "--policy_loss ppo with --dual_clip 3":
+    "dual_clip dualclip",
+    "--policy_loss ppo with --eps_clip_high 0.28":
+    "clip_higher",
     "--advantage_estimator gdpo":
     "gdpo",
     "--advantage_estimator maxrl":
@@ -79,7 +83,7 @@ _ALGORITHMS: dict[str, str] = {
     "--advantage_estimator gae":
     "gae",
     "--advantage_estimator reinforce":
-    "reinforce",
+    "reinforce pg vpg policy_gradient",
     "--teacher_model MODEL, which takes the place of a teacher's server":
     "on_policy_distillation opd",
     "--rollout_correction tis":
@@ -103,11 +107,13 @@ _ALGORITHMS: dict[str, str] = {
     f"{_OWN_COMMAND} dpo --loss sppo":
     "sppo",
     f"{_OWN_COMMAND} kto":
-    "kto bco",
-    f"{_OWN_COMMAND} kd":
-    "gkd minillm",
+    "kto",
+    f"{_OWN_COMMAND} kd --divergence js":
+    "gkd",
+    f"{_OWN_COMMAND} kd --divergence reverse":
+    "minillm",
     f"{_OWN_COMMAND} sft":
-    "sft dft",
+    "sft",
     "examples of rejection sampling, docs/generate.md (--post_processor rs)":
     "raft rft star best_of_n",
     "PRIME trains a reward model of its own beside the policy, and is not part of this release; a process reward "
@@ -117,7 +123,8 @@ _ALGORITHMS: dict[str, str] = {
     "vapo vc_ppo reinforce_rej lite_ppo gfpo gtpo luspo vespo dro optimal_token_baseline otb "
     "tir_optimal_token_baseline spo treepo arpo gigpo rpo srpo papo step_grpo s_grpo gvpo opmd topr a2po aspo gppo "
     "bapo dcpo soft_grpo seed_grpo cppo vineppo trpo a2c online_dpo nash_md xpo spin geometric_mean f_grpo pf_ppo "
-    "reinforce_ada srft aot exo sac dgpo dgrpo sspo apo cpo dpop grpo_s",
+    "reinforce_ada srft aot exo sac dgpo dgrpo sspo apo cpo dpop grpo_s bco dft iw_sft nca raft++ mgpo sgpo "
+    "qae minirl luffy step_dpo rebel awr ttrl rlaif",
 }
 ALGORITHMS: dict[str, str] = {name: remedy for remedy, names in _ALGORITHMS.items() for name in names.split()}
 """Names of algorithms of the field -> what means them here, or why nothing does."""

@@ -94,6 +94,16 @@ def test_one_message_has_all_refusals(line: list[str], capsys: pytest.CaptureFix
         assert part in err, f"{part}\n{err}"
 
 
+def test_one_message_has_what_is_wrong_with_known_flags(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of rows, which are read before torch is imported, and of the machine."""
+    with pytest.raises(SystemExit):
+        main([*line, "--rollout_batch_size", "512", "--dry_run"])
+    err = capsys.readouterr().err
+    for part in ("3 problems", "--rollout_batch_size 512: a batch cannot be filled, the data has 128 rows",
+                 "--engine_tp_size 2", "--engine_type sglang: the package sglang"):
+        assert part in err, f"{part}\n{err}"
+
+
 def test_what_follows_from_a_refused_flag_is_no_further_problem(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--model.path", "m", "--gamma", "2"])

@@ -84,9 +84,11 @@ def test_no_algorithm_is_answered_with_another(option):
 # name of the field -> what its answer has to name, apart from our table of them
 ANSWERS = {"dapo": "here: --recipe dapo", "gspo": "here: --recipe gspo", "cispo": "here: --recipe cispo",
            "reinforce_plus_plus": "here: --recipe reinforce++", "drgrpo": "here: --recipe dr_grpo",
-           "simpo": "lightrft dpo --loss simpo", "kto": "lightrft kto", "gkd": "lightrft kd",
+           "simpo": "lightrft dpo --loss simpo", "kto": "lightrft kto", "gkd": "lightrft kd --divergence js",
            "raft": "--post_processor rs", "vapo": "not part of this release", "gfpo": "not part of this release",
            "cdpo": "here: the command lightrft dpo --label_smoothing E",
+           **dict.fromkeys(("dft", "bco", "mgpo", "raft++", "luffy"), "not part of this release"),
+           "vpg": "--advantage_estimator reinforce", "dual_clip": "--policy_loss ppo with --dual_clip",
            "prime": "PRIME trains a reward model of its own"}  # yapf: disable
 
 
@@ -127,7 +129,7 @@ def test_a_typing_error_of_a_foreign_name_gets_what_that_means():
 def test_the_remedies_are_options_and_values_here():
     for text in {*ALGORITHMS.values(), *MANAGERS.values()}:
         for flag, value in re.findall(r"--(\w+)(?: ([\w+-]+))?", text):
-            assert flag in options(Config) or flag in ("loss", "label_smoothing", "post_processor"), flag
+            assert flag in options(Config) or flag in ("loss", "label_smoothing", "post_processor", "divergence"), flag
             assert flag != "recipe" or value in RECIPES, value
             assert flag not in ENTRIES or value in ENTRIES[flag], (flag, value)
 
