@@ -314,7 +314,8 @@ class FastExperienceMaker:
                 greedy, scores = baseline(), self.reward_listener.scores()
                 for sample, score in zip(samples, scores):
                     sample.score, sample.greedy = score, greedy.get(sample.group_id)
-                    sample.steps = on_tokens(sample, score.steps, self.tokenizer)
+                    if score.steps:
+                        sample.steps = on_tokens(sample, score.steps, self.tokenizer)
             return samples
 
         return wait

@@ -113,8 +113,6 @@ def on_tokens(sample: Episode, steps: Steps, tokenizer: PreTrainedTokenizerBase)
     A step that ends in what an environment appended gets its reward at the last token drawn before it (or the first
     one drawn), because no other token is an action.
     """
-    if not steps:
-        return []
     start, moved = len(sample.prompt.token_ids), Steps()
     drawn = [i for i, is_drawn in enumerate(sample.loss_mask) if is_drawn]
     low, begun = 0, len(prefill_of(sample.prompt.messages) or "")

@@ -186,9 +186,7 @@ class Shards:
 
 def _fields_of_responses(exp: Batch) -> dict[Any, Tensor]:
     """Return the values [b] that the responses of ``exp`` have: fields by name, numbers by ("extra", name)."""
-    fields = {
-        name: vars(exp)[name] for name, each in exp.declared().items() if each.axis == "B" and each.of is not None
-    }
+    fields = {name: vars(exp)[name] for name, each in exp.declared().items() if each.axis == "B" and each.packed}
     return fields | {("extra", name): values for name, values in exp.extra.items() if NUMBERS.get(name).axis == "B"}
 
 

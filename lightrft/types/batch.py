@@ -3,7 +3,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -17,18 +16,16 @@ from lightrft.utils.tensors import upload
 NAN = math.nan
 
 
-def _declare(*declaration: Any, **more: Any) -> Any:
-    return field(default=None, metadata={"declared": Field(*declaration, **more)})
+def _declare(axis: str, dtype: torch.dtype | None = None, **more: Any) -> Any:
+    return field(default=None, metadata={"declared": Field(axis, dtype, **more)})
 
 
-def _per_token(dtype: torch.dtype = torch.float32, missing: float | None = None,
-               of: Callable[[Episode], Any] | None = None) -> Any:
-    return _declare("T", dtype, missing, of)
+def _per_token(dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    return _declare("T", dtype, **more)
 
 
-def _per_sequence(dtype: torch.dtype = torch.float32, missing: float | None = None,
-                  of: Callable[[Episode], Any] | None = None) -> Any:
-    return _declare("B", dtype, missing, of)
+def _per_sequence(dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    return _declare("B", dtype, **more)
 
 
 @dataclass
@@ -40,12 +37,12 @@ class Batch:
     the declared axis and type, or None where the run does not have it. ``extra`` holds the numbers that are declared by
     :func:`lightrft.types.fields.number`, by name.
     """
-    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, of=attrgetter("token_ids"))})
+    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, packed=True)})
     cu_seqlens: Tensor = field(metadata={"declared": Field("cu", torch.int32)})  # [B + 1], starts with 0, ends with T
     # True on the tokens that the policy drew and learns from
-    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, of=attrgetter("loss_mask"))})
-    group_ids: Tensor = _per_sequence(torch.int64, of=attrgetter("group_id"))  # samples of one prompt share one id
-    indices: Tensor = _per_sequence(torch.int64, of=attrgetter("index"))  # of the samples in their groups
+    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, packed=True)})
+    group_ids: Tensor = _per_sequence(torch.int64, packed=True)  # samples of one prompt share one id
+    indices: Tensor = _per_sequence(torch.int64, packed=True)  # of the samples in their groups
     sample_ids: Tensor = _per_sequence(torch.int64)  # position in the global rollout batch, by group and index
     rewards: Tensor = _per_sequence()  # after shaping; meaningless where not scored
     scored: Tensor = _per_sequence(torch.bool)
@@ -59,10 +56,9 @@ class Batch:
     nll_weights: Tensor = _per_sequence(torch.float64)  # of the chosen one's NLL per token (of pairs); equal in a pair
     baseline_rewards: Tensor = _per_sequence(missing=NAN)  # of the prompt's greedy response, shaped alike
     baseline_lengths: Tensor = _per_sequence()  # tokens of that response
-    truncated: Tensor = _per_sequence(torch.bool, of=attrgetter("truncated"))  # the response hit the length limit
-    weight_versions: Tensor = _per_token(torch.int32,
-                                         of=attrgetter("weight_versions"))  # -1: the policy did not draw it
-    rollout_logprobs: Tensor = _per_token(of=attrgetter("logprobs"))
+    truncated: Tensor = _per_sequence(torch.bool, packed=True)  # the response hit the length limit
+    weight_versions: Tensor = _per_token(torch.int32, packed=True)  # -1: the policy did not draw it
+    rollout_logprobs: Tensor = _per_token(packed=True)
     old_logprobs: Tensor = _per_token()
     ref_logprobs: Tensor = _per_token()
     teacher_logprobs: Tensor = _per_token()
@@ -75,8 +71,8 @@ class Batch:
     selected: Tensor = _per_token(torch.bool)  # what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per_token()
     token_weights: Tensor = _per_token()  # of the gradient of a token, which counts as one token all the same
-    media: list[tuple[str, ...]] | None = _declare("list", of=attrgetter("prompt.media"))  # keys
-    prompt_lens: list[int] | None = _declare("list", of=attrgetter("prompt_len"))  # later media tokens are text
+    media: list[tuple[str, ...]] | None = _declare("list", packed=True)  # keys
+    prompt_lens: list[int] | None = _declare("list", packed=True)  # later media tokens are text
     extra: dict[str, Tensor] = field(default_factory=dict)
     ranks: ClassVar[Ranks] = HERE  # all sequences of the batch are here
     before: ClassVar[list[int] | None] = None  # no sequence continues another
@@ -89,10 +85,13 @@ class Batch:
 
     @classmethod
     def of(cls, responses: Sequence[Episode]) -> "Batch":
-        """Pack responses on the CPU, with every field that is declared to be read from them."""
-        values = {name: each.pack(responses) for name, each in cls.declared().items() if each.of is not None}
-        extra = {name: NUMBERS.get(name).pack(responses) for name in NUMBERS}
-        return cls(cu_seqlens=_boundaries(len(each.token_ids) for each in responses), extra=extra, **values)
+        """Pack responses on the CPU, with the fields and the numbers that they have."""
+        rows = [response.columns() for response in responses]
+        values = {name: declared.pack([row[name] for row in rows]) for name, declared in cls.declared().items()
+                  if declared.packed}  # yapf: disable
+        lens = [len(row["token_ids"]) for row in rows]
+        extra = {name: NUMBERS.get(name).pack_numbers(responses, lens) for name in NUMBERS}
+        return cls(cu_seqlens=_boundaries(lens), extra=extra, **values)
 
     @classmethod
     def pack(cls, token_ids: Iterable[list[int]], loss_mask: Iterable[list[bool]] | None = None,
@@ -209,6 +208,8 @@ class Batch:
             ValueError: none is declared.
         """
         parts = [part for part in parts if part.num_seqs] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
         values = {name: _join(name, each, parts, [vars(part)[name] for part in parts])
                   for name, each in cls.declared().items()}  # yapf: disable
         names = dict.fromkeys(name for part in parts for name in part.extra)

@@ -134,6 +134,20 @@ class Episode:
         """Tokens after the prompt."""
         return [*chain.from_iterable(each.token_ids for each in self.segments)]
 
+    def columns(self) -> dict[str, Any]:
+        """Return the fields of a batch that the episode has, by name: values, or lists with a value per token."""
+        n = self.prompt_len
+        columns = {"token_ids": [*self.prompt.token_ids], "loss_mask": [False] * n, "weight_versions": [-1] * n,
+                   "rollout_logprobs": [0.0] * n}  # yapf: disable
+        for segment in self.segments:
+            length = len(segment.token_ids)
+            columns["token_ids"] += segment.token_ids
+            columns["rollout_logprobs"] += segment.logprobs
+            columns["loss_mask"] += [segment.drawn] * length
+            columns["weight_versions"] += [segment.version] * length
+        return columns | {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated,
+                          "media": self.prompt.media, "prompt_lens": n}  # yapf: disable
+
     @property
     def token_ids(self) -> list[int]:
         """Tokens of prompt and response."""

@@ -1,7 +1,7 @@
 """Declarations of the fields of a batch: what a number belongs to, and how it is read from responses."""
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -25,28 +25,30 @@ class Field:
     ``axis``: "T", a tensor with a value per token; "B", a tensor with a value per sequence; "list", an object per
     sequence, on the host; "cu", the boundaries of the sequences.
     ``missing``: the value of a sequence, or of a token, that has none; None: all have one.
-    ``of``: reads a response: its value, or the values of its last tokens for "T" (None: missing). Without it the field
-    is set by a stage after the rollout.
+    ``packed``: a response has the field (:meth:`lightrft.types.Episode.columns`); the others are set by later stages.
+    ``of``: reads a number from a response: its value, or the values of its last tokens for "T"; None: missing.
     """
     axis: str
     dtype: torch.dtype | None = None
     missing: float | None = None
-    of: Callable[[Episode], Any] | None = None
+    packed: bool = False
+    of: Callable[[Episode], Any] = field(default=lambda response: None)
 
-    def pack(self, responses: Sequence[Episode]) -> Any:
-        """Read the field from responses, one sequence each."""
-        assert self.of is not None, "set by a later stage"
-        values = [self.of(response) for response in responses]
+    def pack(self, values: Sequence[Any]) -> Any:
+        """Join the values of sequences: one of each, or lists of one per token."""
         if self.axis == "list":
-            return values
+            return [*values]
         if self.axis == "T":
-            return flatten(map(self._whole, values, responses), self.dtype or torch.float32)
+            return flatten(values, self.dtype or torch.float32)
         return torch.tensor([self.missing if value is None else value for value in values], dtype=self.dtype)
 
-    def _whole(self, values: Sequence[Any] | None, response: Episode) -> Sequence[Any]:
-        """Return a value per token of the sequence."""
-        rest = response.num_tokens - len(values or ())
-        return [*[self.missing] * rest, *(values or ())] if rest else values or ()
+    def pack_numbers(self, responses: Sequence[Episode], lens: Sequence[int]) -> Any:
+        """Read a number from responses, sequences of ``lens`` tokens."""
+        values = [self.of(response) for response in responses]
+        if self.axis == "T":  # the first tokens may have none
+            lists = [[*(each or ())] for each in values]
+            values = [[self.missing] * (length - len(each)) + each for each, length in zip(lists, lens)]
+        return self.pack(values)
 
     def cat(self, values: Sequence[Any]) -> Any:
         """Join the values of several batches."""
@@ -82,11 +84,11 @@ def number(name: str, axis: str = "B", dtype: torch.dtype = torch.float32, missi
         missing: value of a response or a token that has none; NaN enters no metric.
         of: reads it from a response; None: ``response.extra[name]``, which any stage of the rollout sets.
     """
-    NUMBERS.register(name)(Field(axis, dtype, missing, of or (lambda response: response.extra.get(name))))
+    NUMBERS.register(name)(Field(axis, dtype, missing, True, of or (lambda response: response.extra.get(name))))
 
 
 def numbers_of(response: Episode) -> dict[str, float]:
     """Return the declared numbers that a response has."""
     declared = {name: NUMBERS.get(name) for name in NUMBERS}
-    values = {name: each.of(response) for name, each in declared.items() if each.axis == "B" and each.of is not None}
+    values = {name: each.of(response) for name, each in declared.items() if each.axis == "B"}
     return {name: float(value) for name, value in values.items() if value is not None}

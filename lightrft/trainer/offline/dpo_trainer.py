@@ -9,7 +9,7 @@ from lightrft.datasets.preferences import Pair, PairDataset
 from lightrft.datasets.rows import DataError, place_of
 from lightrft.ops.preference import match_by_rank, ordered_rightly, PAIR_LOSSES, Pairs, token_mean_weights
 from lightrft.ops.segment import segment_sum
-from lightrft.trainer.offline.offline_trainer import Batch, Loss
+from lightrft.trainer.offline.offline_trainer import Loss, LossBatch
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer, PreferenceTrainer
 from lightrft.trainer.offline.reference import response_sums, summed
 from lightrft.types import Experience
@@ -55,7 +55,7 @@ class DPOTrainer(PreferenceTrainer[Pair], PairTrainer):
         """True for a loss with a reference."""
         return self.config.preference.needs_reference
 
-    def fill(self, batch: Batch, parts: list[list[int]]) -> None:
+    def fill(self, batch: LossBatch, parts: list[list[int]]) -> None:
         """Add log-probs of the reference, those of the matched pairs for a loss that compares pairs with each other,
         and the weights of a NLL that is a mean over tokens."""
         exp = batch.exp

@@ -9,7 +9,7 @@ from lightrft.config.preference_schema import KTOConfig
 from lightrft.datasets.judged import Judged, JudgedDataset
 from lightrft.datasets.media_store import MediaStore
 from lightrft.ops.preference import kto, kto_kl
-from lightrft.trainer.offline.offline_trainer import Batch, Loss
+from lightrft.trainer.offline.offline_trainer import Loss, LossBatch
 from lightrft.trainer.offline.preference_trainer import PreferenceTrainer
 from lightrft.trainer.offline.reference import response_sums, summed
 from lightrft.trainer.offline.sft_trainer import pack_rows
@@ -18,8 +18,8 @@ from lightrft.utils.tensors import upload
 
 
 @dataclass(frozen=True)
-class JudgedBatch(Batch):
-    """Batch with the mismatched sequences of its rows, from which the KL is estimated."""
+class JudgedBatch(LossBatch):
+    """Rows with the mismatched sequences of its rows, from which the KL is estimated."""
     mismatched: Experience | None = None
 
 
@@ -40,12 +40,12 @@ class KTOTrainer(PreferenceTrainer[Judged]):
         exp.labels = torch.tensor([float(row.desirable) for row in rows])
         return JudgedBatch(exp, len(rows), "answers", mismatched=pack_rows([row.mismatched for row in rows]))
 
-    def sequences(self, batch: Batch) -> Iterator[Experience]:
+    def sequences(self, batch: LossBatch) -> Iterator[Experience]:
         """Yield the answers and the mismatched sequences."""
         assert isinstance(batch, JudgedBatch) and batch.mismatched is not None, "a batch of this trainer has them"
         yield from (batch.exp, batch.mismatched)
 
-    def fill(self, batch: Batch, parts: list[list[int]]) -> None:
+    def fill(self, batch: LossBatch, parts: list[list[int]]) -> None:
         """Add log-probs of the reference, and estimate the KL of the whole batch, without gradient."""
         exp, others = self.sequences(batch)
         with self.timer("ref"):

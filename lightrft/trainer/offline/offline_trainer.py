@@ -45,7 +45,7 @@ HELD_OUT = 1024  # rows that are packed and evaluated at once
 
 
 @dataclass(frozen=True)
-class Batch:
+class LossBatch:
     """Rows of one optimizer step, or all held-out rows, packed; equal on every rank.
 
     Attributes:
@@ -62,9 +62,9 @@ class Batch:
 class OfflineTrainer(BaseTrainer, Generic[Row]):
     """Trains a model on batches of rows: ``Trainer(config, strategy, model, tokenizer, rows, eval_rows).fit()``.
 
-    A trainer is a subclass with ``read`` (rows of a split), ``load`` (the model), ``pack`` (rows -> :class:`Batch`) and
-    ``loss_of`` (micro-batch -> its share of the loss, and metrics); ``fill`` is for numbers that the whole batch needs
-    first. Its options are a subclass of :class:`OfflineConfig`; its command runs :func:`train_rows`.
+    A trainer is a subclass with ``read`` (rows of a split), ``load`` (the model), ``pack`` (rows -> :class:`LossBatch`)
+    and ``loss_of`` (micro-batch -> its share of the loss, and metrics); ``fill`` is for numbers that the whole batch
+    needs first. Its options are a subclass of :class:`OfflineConfig`; its command runs :func:`train_rows`.
     """
 
     def __init__(self, config: OfflineConfig, strategy: StrategyBase, model: nn.Module | Builder,
@@ -114,7 +114,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         """
 
     @abstractmethod
-    def pack(self, rows: Sequence[Row]) -> Batch:
+    def pack(self, rows: Sequence[Row]) -> LossBatch:
         """Pack rows on the CPU."""
 
     @abstractmethod
@@ -125,10 +125,10 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         Args:
             exp: bound sequences are neighbours, in the order of the batch. A rank without sequences gets a single one
                 without tokens in the loss; its loss is 0, and depends on the model.
-            total: that of the :class:`Batch`.
+            total: that of the :class:`LossBatch`.
         """
 
-    def fill(self, batch: Batch, parts: list[list[int]]) -> None:
+    def fill(self, batch: LossBatch, parts: list[list[int]]) -> None:
         """Compute the statistics of the whole batch that the loss needs, without gradients; ``parts``: micro-batches of
         this rank."""
 
@@ -162,7 +162,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
             total += batch.total
         return {"eval/loss": self.strategy.all_reduce(loss).item() / total} | self._means("eval", sums)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[LossBatch]:
         """Yield all training rows and then all held-out ones, each once."""
         size = self.config.train.train_batch_size
         for rows in (self.loader.dataset, self.eval_rows):
@@ -173,7 +173,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         for row in rows:
             yield place_of(row.uid, split), self.pack([row]).exp.token_ids.tolist()
 
-    def _planned(self, rows: Sequence[Row]) -> tuple[Batch, list[list[int]]]:
+    def _planned(self, rows: Sequence[Row]) -> tuple[LossBatch, list[list[int]]]:
         """Return the batch of ``rows``, filled, and the micro-batches of this rank."""
         batch = self.pack(rows)
         parts = self.plan_of(batch.exp, batch.bound)
@@ -181,7 +181,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         return batch, parts
 
     def plan_of(self, exp: Experience, bound: list[int] | None = None) -> list[list[int]]:
-        """Return the micro-batches of this rank for ``exp``; ``bound`` as in :class:`Batch`."""
+        """Return the micro-batches of this rank for ``exp``; ``bound`` as in :class:`LossBatch`."""
         train = self.config.train
         limits = MicroBatchLimits(train.micro_train_batch_size * self.config.SEQUENCES,
                                   train.max_tokens_per_micro_batch)

@@ -13,7 +13,7 @@ from lightrft.datasets.preferences import Pair, PairDataset
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.frozen_model import check_inputs
-from lightrft.trainer.offline.offline_trainer import Batch, OfflineTrainer, Row
+from lightrft.trainer.offline.offline_trainer import LossBatch, OfflineTrainer, Row
 from lightrft.trainer.offline.reference import CachedReference, LiveReference, NoReference, Reference
 from lightrft.trainer.offline.reference_cache import ReferenceCache
 from lightrft.trainer.offline.sft_trainer import pack_rows
@@ -38,7 +38,7 @@ class PreferenceTrainer(OfflineTrainer[Row], Generic[Row]):
         """True if the loss reads log-probs of the reference."""
         return True
 
-    def sequences(self, batch: Batch) -> Iterator[Experience]:
+    def sequences(self, batch: LossBatch) -> Iterator[Experience]:
         """Yield all sequences of which the reference's log-probs are needed."""
         yield batch.exp
 
@@ -90,9 +90,9 @@ class PairTrainer(OfflineTrainer[Pair]):
         """Read pairs."""
         return PairDataset(config.data, tokenizer, split, media)
 
-    def pack(self, rows: Sequence[Pair]) -> Batch:
+    def pack(self, rows: Sequence[Pair]) -> LossBatch:
         """Divide the loss by the number of pairs, and keep the sequences of each in one micro-batch."""
         exp = pack_rows([answer for pair in rows for answer in (pair.chosen, pair.rejected)])
         exp.prompt_lens = [length for pair in rows for length in _prompt_lens(pair)]
         exp.labels = torch.tensor([0.5 if pair.tie else 1.0 for pair in rows]).repeat_interleave(2)
-        return Batch(exp, len(rows), "pairs", [i // 2 for i in range(exp.num_seqs)])
+        return LossBatch(exp, len(rows), "pairs", [i // 2 for i in range(exp.num_seqs)])

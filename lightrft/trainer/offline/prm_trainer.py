@@ -13,7 +13,7 @@ from lightrft.models.loader import load_process_reward_model
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.preference import step_loss
 from lightrft.ops.segment import seq_ids
-from lightrft.trainer.offline.offline_trainer import Batch, Loss, OfflineTrainer
+from lightrft.trainer.offline.offline_trainer import Loss, LossBatch, OfflineTrainer
 from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience
 
@@ -35,12 +35,12 @@ class PRMTrainer(OfflineTrainer[StepExample]):
         classes = form.reward_ids(load_tokenizer(str(config.model.pretrain)))
         return load_process_reward_model(config.model, form, classes, deferred=True)
 
-    def pack(self, rows: Sequence[StepExample]) -> Batch:
+    def pack(self, rows: Sequence[StepExample]) -> LossBatch:
         """Divide the loss by the number of steps."""
         exp = pack_rows(rows)
         labels = torch.tensor([*chain.from_iterable(row.labels for row in rows)])
         exp.step_labels = torch.zeros(exp.num_tokens).masked_scatter(exp.loss_mask, labels)
-        return Batch(exp, len(labels), "steps")
+        return LossBatch(exp, len(labels), "steps")
 
     def loss_of(self, exp: Experience, total: float) -> Loss:
         """Return the cross-entropy of the judgements, and how many of them are right."""

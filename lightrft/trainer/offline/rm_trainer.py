@@ -15,7 +15,7 @@ from lightrft.datasets.rows import place_of
 from lightrft.models.loader import load_reward_model
 from lightrft.models.reward_model import RewardModel
 from lightrft.ops.preference import ordered_rightly, pair_loss
-from lightrft.trainer.offline.offline_trainer import Batch, HELD_OUT, Loss
+from lightrft.trainer.offline.offline_trainer import HELD_OUT, Loss, LossBatch
 from lightrft.trainer.offline.preference_trainer import pairs_of, PairTrainer
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
@@ -38,8 +38,7 @@ class RMTrainer(PairTrainer):
         return cast(RewardModel, self.actor.model)
 
     @classmethod
-    def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str,
-             media: MediaStore | None) -> PairDataset:
+    def read(cls, config: Any, tokenizer: PreTrainedTokenizerBase, split: str, media: MediaStore | None) -> PairDataset:
         """Extend :meth:`PairTrainer.read` by :func:`check_heads` and :func:`check_margins`."""
         check_names(config.model.heads_types)
         rows = super().read(config, tokenizer, split, media)
@@ -63,7 +62,7 @@ class RMTrainer(PairTrainer):
         scorer.head.mean, scorer.head.std = state.get("moments", (scorer.head.mean, scorer.head.std))
         scorer.head.write(scorer.hf_model.config)
 
-    def pack(self, rows: Sequence[Pair]) -> Batch:
+    def pack(self, rows: Sequence[Pair]) -> LossBatch:
         """Extend :meth:`PairTrainer.pack`: ``margins`` [B], and ``labels`` [B, K] of all heads; NaN where a row has
         none."""
         batch, names = super().pack(rows), self.config.model.heads_types[1:]

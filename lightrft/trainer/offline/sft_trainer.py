@@ -9,7 +9,7 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.sft_dataset import Learning, SFTDataset, SFTExample
 from lightrft.models.loss import GPTLMLoss
 from lightrft.ops.aggregate import Denominators
-from lightrft.trainer.offline.offline_trainer import Batch, Loss, OfflineTrainer
+from lightrft.trainer.offline.offline_trainer import Loss, LossBatch, OfflineTrainer
 from lightrft.types import Experience
 from lightrft.types.fields import flatten
 
@@ -35,10 +35,10 @@ class SFTTrainer(OfflineTrainer[SFTExample]):
         data = config.data
         return SFTDataset(data.as_data_config(), tokenizer, data.max_len, split, media, Learning.of(data))
 
-    def pack(self, rows: Sequence[SFTExample]) -> Batch:
+    def pack(self, rows: Sequence[SFTExample]) -> LossBatch:
         """Divide the loss by the number of assistant tokens."""
         exp = pack_rows(rows)
-        return Batch(exp, exp.loss_mask.sum().item(), "loss_tokens")
+        return LossBatch(exp, exp.loss_mask.sum().item(), "loss_tokens")
 
     def loss_of(self, exp: Experience, total: float) -> Loss:
         """Return the NLL of the assistant's tokens."""
