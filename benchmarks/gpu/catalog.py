@@ -16,6 +16,8 @@ class Setting:
         recompute: all activations; False leaves the choice to the memory plan.
         liger: Liger's kernels, where they are installed.
         expandable: memory of torch in segments that grow.
+        short: micro-batches of the two smaller sizes alone.
+        fused: this library's own kernels, of log-probs and of a decode step.
         reduced: tiny shapes, for the CPU.
         models: folder that keeps the random models between measurements.
         scratch: empty folder, removed afterwards.
@@ -27,6 +29,8 @@ class Setting:
     recompute: bool = False
     liger: bool = True
     expandable: bool = False
+    short: bool = False
+    fused: bool = False
     reduced: bool = False
     models: str = ""
     scratch: str = ""
@@ -63,7 +67,7 @@ class Measurement:
 FACTS, ANATOMY = "Step-1 facts in bfloat16", "Anatomy of a step"
 SLEEP, SYNC, ROLLOUT = "Memory of the engine, asleep and awake", "Weight sync", "Rollout"
 UPDATE, ATTENTION, LOGPROBS = "Update", "Attention kernels", "Log-probs from hidden states"
-OPERATIONS = "Operations of this torch"
+OPERATIONS, DECODE = "Operations of this torch", "Attention of a decode step"
 DOCTOR, TESTS, QUICKSTART, TRL = "Doctor", "Tests on the GPU", "Quickstart", "TRL on the same GPU"
 STEP, ENGINE = (FACTS, ANATOMY), (SLEEP, SYNC, ROLLOUT)
 
@@ -72,23 +76,28 @@ def _run(size: str, engine: str, seconds: int, reduced: bool = True, tp: int = 1
     """Steps of the trainer and the life of its engine, in one process: an engine starts for a minute. Every engine runs
     the 0.5B model and vLLM the 7B model too: with all of them it would be 40 minutes."""
     name = f"run-{engine}-{size}" + (f"-tp{tp}" if tp > 1 else "")
-    return Measurement(name, "rollout:run", STEP + ENGINE, seconds, Setting(size, engine, tp),
-                       () if engine == "hf" else (engine, ), tp, reduced)
+    return Measurement(name, "rollout:run", STEP + ENGINE, seconds, Setting(size, engine, tp), () if engine == "hf" else
+                       (engine, ), tp, reduced)
 
 
 MEASUREMENTS = (
     _run("0.5b", "hf", 100),
     _run("0.5b", "vllm", 150),
     _run("0.5b", "sglang", 180),
-    Measurement("kernels", "kernels:kernels", (OPERATIONS, ATTENTION, LOGPROBS), 60),
+    Measurement("kernels", "kernels:kernels", (OPERATIONS, ATTENTION, LOGPROBS, DECODE), 65),
     Measurement("update-7b", "training:update", (UPDATE, ), 150, Setting("7b"), reduced=False),
     Measurement("tests", "machine:tests", (TESTS, ), 150, needs=("pytest", )),
     Measurement("update-0.5b", "training:update", (UPDATE, ), 50, reduced=False),
     Measurement("quickstart", "machine:quickstart", (QUICKSTART, ), 120),
-    Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 45, Setting(liger=False), reduced=False),
-    Measurement("update-7b-recompute", "training:update", (UPDATE, ), 55, Setting("7b", recompute=True), reduced=False),
+    Measurement("update-0.5b-no-liger", "training:update", (UPDATE, ), 35, Setting(liger=False, short=True),
+                reduced=False),
+    Measurement("update-7b-recompute", "training:update", (UPDATE, ), 40, Setting("7b", recompute=True, short=True),
+                reduced=False),
+    Measurement("update-3b", "training:update", (UPDATE, ), 50, Setting("3b", short=True), reduced=False),
     Measurement("update-0.5b-expandable", "training:update", (UPDATE, ), 45, Setting(expandable=True), reduced=False),
     Measurement("run-hf-0.5b-fsdp2", "rollout:run", STEP + ENGINE, 90, Setting(strategy="fsdp")),
+    Measurement("run-hf-0.5b-fused", "rollout:run", STEP + ENGINE, 70, Setting(fused=True), ("gpu", "triton"),
+                reduced=False),
     Measurement("step-hf-3b-vl", "training:steps", STEP, 80, Setting("3b-vl"), ("torchvision", )),
     Measurement("trl-0.5b", "peers:trl", (TRL, ), 150, needs=("trl", "datasets")),
     _run("7b", "vllm", 300, reduced=False),

@@ -1,8 +1,6 @@
 """Kernels against each other: attention over packed sequences, and log-probs from hidden states."""
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -10,32 +8,18 @@ import torch
 from logprob_memory import METHODS
 from torch import Tensor
 
-from benchmarks.gpu.catalog import ATTENTION, LOGPROBS, OPERATIONS, Setting
-from benchmarks.gpu.models import shape, SHAPES
+from benchmarks.gpu.catalog import ATTENTION, DECODE, LOGPROBS, OPERATIONS, Setting
+from benchmarks.gpu.decode import decode_row
+from benchmarks.gpu.models import shape
 from benchmarks.gpu.store import Row, Tables
+from benchmarks.gpu.timing import best, device_of, takes_triton
 from lightrft.config.schema import ModelConfig
 from lightrft.models import attention as packed
 from lightrft.ops.logprobs import chunked_logprobs
 
-REPEATS, MIB = 5, 1 << 20
+MIB = 1 << 20
+SIZES = ("0.5b", "7b", "3b")  # of models, whose heads differ
 PASSES = 3.5  # FLOPs of forward and backward in those of forward: FlashAttention counts 2.5 for backward
-
-
-def device_of(setting: Setting) -> torch.device:
-    """Return the GPU, or the CPU in the reduced form."""
-    return torch.device("cpu" if setting.reduced else "cuda")
-
-
-def best(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of several calls."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: packed.PackedLayout) -> Tensor | None:
@@ -57,6 +41,7 @@ def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_mib: float) ->
 
 
 WAYS = METHODS | {"fused": _fused}  # of log-probs; that of --fused_logprobs where there are CUDA and Triton
+STEPS = ((32, 8, 128, 256), (8, 8, 4096, 2048))  # prompts, samples of each, tokens of prompts and of responses
 CHECKED = 64  # tokens whose log-probs, entropies and gradients are compared with float64
 KERNELS = {"flash-attn": _flash, "torch varlen": _varlen, "SDPA rows": _rows}
 
@@ -93,16 +78,19 @@ def outcome(run: Callable[[torch.device], Tensor], device: torch.device) -> str:
 
 def kernels(setting: Setting) -> Iterator[Tables]:
     """Compare the kernels for the heads of all sizes, and two lengths each."""
-    sizes, device = [shape(replace(setting, size=size)) for size in SHAPES], device_of(setting)
+    sizes, device = [shape(replace(setting, size=size)) for size in SIZES], device_of(setting)
     layouts, counts = (((64, 4), (256, 1)), (16, 32)) if setting.reduced else (((2048, 8), (16384, 1)), (2048, 8192))
     yield {OPERATIONS: [{"operation": name, "outcome": outcome(run, device)} for name, run in OPERATION.items()]}
-    attention, logprobs = list[Row](), list[Row]()
+    attention, logprobs, decode = list[Row](), list[Row](), list[Row]()
     for model, layout in product(sizes, layouts):
         attention.append(attention_row(model, device, *layout))
         yield {ATTENTION: attention}
     for model, tokens, chunk_mib in product(sizes, counts, chunks(device)):
         logprobs.append(logprobs_row(model, device, tokens, chunk_mib))
         yield {LOGPROBS: logprobs}
+    for model, case in product(sizes[:2], ((2, 2, 8, 8), ) if setting.reduced else STEPS):
+        decode.append(decode_row(model, device, *case))
+        yield {DECODE: decode}
 
 
 def attention_row(sizes: dict[str, Any], device: torch.device, length: int, sequences: int) -> Row:
@@ -144,7 +132,7 @@ def logprobs_row(sizes: dict[str, Any], device: torch.device, tokens: int, chunk
     weight = torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16).mul_(hidden**-0.5).requires_grad_()
     targets = torch.randint(vocab, (tokens, ), device=device)
     row: Row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocab, "chunk, MiB": chunk_mib}
-    for name in WAYS if x.is_cuda and find_spec("triton") else METHODS:
+    for name in WAYS if takes_triton(device) else METHODS:
         ms, mib = logprobs_cost(name, x, weight, targets, chunk_mib)
         row |= {f"{name}, ms": ms, f"{name}, MiB": mib}
         if name != "naive":

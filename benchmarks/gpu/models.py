@@ -30,6 +30,7 @@ SHAPES = {  # of Qwen2.5
     "3b-vl": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
               "intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True, "initializer_range": 0.02},
 }  # yapf: disable
+SHAPES["3b"] = SHAPES["3b-vl"]  # its decoder
 TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
          "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}  # yapf: disable
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -161,6 +162,7 @@ def trainer_flags(setting: Setting, prompts: int, samples: int, new_tokens: int,
     flags += ["--lora_rank", "16"] if setting.size in LARGE else []
     flags += ["--gradient_checkpointing"] if setting.recompute else []
     flags += [] if setting.liger else ["--use_liger", "false"]
+    flags += ["--fused_decode", "--fused_logprobs"] if setting.fused else []
     if setting.reduced:
         return [*flags, "--engine_kv_mib", "64"]
     # a large engine starts while the trainer's weights are on the device

@@ -7,14 +7,14 @@ from benchmarks.gpu import catalog
 from benchmarks.gpu.catalog import Measurement
 from benchmarks.gpu.store import Record, Row, STATUS
 
-MOST, MOST_ERRORS = 12_000, 4_000  # characters of the summary, and of the errors in it
+MOST, MOST_ERRORS = 11_800, 4_000  # characters of the summary, and of the errors in it
 ERROR_LINES, ERROR_WIDTH = 12, 300  # of one error in the summary
 TITLE = """# Measured on a GPU
 
 `make gpu` measures on the GPU of this machine and writes this page. It first installs vLLM, DeepSpeed, Liger's kernels,
-TRL and pytest into `.venv-gpu`. All measurements together are planned to take 30 minutes on one GPU, and 40 with a
+TRL and pytest into `.venv-gpu`. All measurements together are planned to take 32 minutes on one GPU, and 42 with a
 second one, which measures FSDP2 and tensor parallelism too. SGLang needs another torch, so its rows are measured by a
-second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and takes four of the 30 minutes.
+second call, `make gpu ENGINE=sglang`, which installs it into `.venv-gpu-sglang` and takes four of the 32 minutes.
 
 The most valuable measurements run first, so a short stay on a GPU is enough for them. `make gpu MINUTES=8` ends within
 eight minutes (four at least): the measurement that is still running is ended, and the figures that it has are kept. The
@@ -49,10 +49,11 @@ transformers 5.17 and numpy 2.5, without engines (`make gpu-reduced PYTHON=.venv
 
 ## The models
 
-The models have the shapes of Qwen2.5 0.5B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a standard
-deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The 7B and the VL model train LoRA adapters
-(rank 16), the 0.5B model all weights. The memory plan chooses the activations that are recomputed, except where the
-name says `recompute`: all. Each prompt of the VL model has one picture of 256 tokens.
+The models have the shapes of Qwen2.5 0.5B, 3B and 7B and of Qwen2.5-VL 3B, with random weights whose logits have a
+standard deviation of 4. Every engine runs the 0.5B model, and vLLM the 7B model too. The 7B and the VL model train LoRA
+adapters (rank 16), the 0.5B and the 3B model all weights. The memory plan chooses the activations that are recomputed,
+except where the name says `recompute`: all. Where it says `fused`, the run takes the Triton kernels of
+`--fused_decode` and `--fused_logprobs`. Each prompt of the VL model has one picture of 256 tokens.
 """
 PREDICTED = """## What to expect
 
@@ -60,17 +61,28 @@ Computed for one H200 from counts of launches, bytes and FLOPs, before anything 
 assume 16384 tokens in a micro-batch, of sequences of 2048. Those of a rollout assume that every step is the replay of a
 graph, and for spread lengths 1.16 times the replays alone ([launches and graphs](host_syncs.md)).
 
-Two choices wait for the table "Update". Expandable segments become the default if `update-0.5b-expandable` is faster
-than `update-0.5b` or takes less memory. The `hf` engine gives torch's free memory back after every rollout; it will
-keep it if an update after that is slower than others by more than 1 %."""
+Three choices wait for the figures:
+
+- Expandable segments become the default if `update-0.5b-expandable` is faster than `update-0.5b`, or reserves less
+  memory, in the table "Update".
+- The `hf` engine gives torch's free memory back after a rollout whose cache takes more than a 32nd of the GPU. It will
+  keep that memory too if an update after a rollout is slower than others by more than 1 % there.
+- `--fused_decode` and `--fused_logprobs` become the default if their errors are not above those of the products, they
+  are faster in the tables "Log-probs" and "Attention of a decode step", the step-1 facts of `run-hf-0.5b-fused` are
+  those of `run-hf-0.5b`, and its rollouts are faster."""
 BYTES, FLOPS = 4.0e12, 0.6e15  # per second of an H200: 0.83 of its bandwidth, 0.6 of its dense bfloat16
 HEAD = 8192 * 151936  # logits of the largest case of "Log-probs" of the 0.5B model
 HEAD_MS = 1e3 * 4 * 2 * HEAD * 896 / FLOPS  # products: logits twice, gradients of the states and of the weight
 ELEMENTWISE_MS = 54 / 2  # fourteen passes over the logits: 54 ms of a step of 16384 tokens
 ONE_PASS_MS = 1e3 * HEAD * (4 + 4 + 2) / BYTES  # read, read again, the gradient written in bfloat16
 ROWS, WEIGHTS = 256, 0.494e9  # of a rollout; of the 0.5B model
-LAUNCHES_S = (24 * 22 + 20) * 2.5e-6  # of a decode step; a kernel of a graph takes so long even if it computes nothing
-STEP_S = LAUNCHES_S + (2 * WEIGHTS + 10 * 4 * ROWS * 151936) / BYTES  # the weights once, ten passes over the logits
+LAUNCHES, FUSED_LAUNCHES = 24 * 22 + 42, 24 * 12 + 42  # of a decode step, counted on the fake device
+LAUNCH_S = 2.5e-6  # a kernel of a graph takes so long even if it computes nothing
+PASSES_S = (2 * WEIGHTS + 10 * 4 * ROWS * 151936) / BYTES  # the weights once, ten passes over the logits
+STEP_S, FUSED_STEP_S = LAUNCHES * LAUNCH_S + PASSES_S, FUSED_LAUNCHES * LAUNCH_S + PASSES_S
+CACHE = ROWS * (128 / 8 + 256) * 2 * 2 * 64 * 2  # bytes of a layer: prompts of 8 rows each, and rows, of 2 heads
+PRODUCTS_S = 11 * LAUNCH_S + (CACHE + 7 * 4 * ROWS * 14 * 384) / BYTES  # seven passes over the scores
+ONE_KERNEL_S = 2 * LAUNCH_S + CACHE / BYTES
 SPREAD = 0.432 * 1.2 / 1.16  # mean length (1 - exp(-2)) / 2 of the longest; fewer rows, shorter steps; no replays
 SYNC_S = 290 * 60e-6 + (4 + 2) * WEIGHTS / BYTES  # about six launches per weight with its proof; float32 to bfloat16
 # measurement, table, columns that choose the row, column, value
@@ -80,10 +92,17 @@ PREDICTIONS: tuple[tuple[str, str, Row, str, float], ...] = (
     ("update-7b", catalog.UPDATE, {"tokens per rank": 16384}, "MFU", 0.45),
     ("update-7b-recompute", catalog.UPDATE, {"tokens per rank": 16384}, "s", 1.566),
     ("update-7b-recompute", catalog.UPDATE, {"tokens per rank": 16384}, "MFU", 0.32),
+    ("update-3b", catalog.UPDATE, {"tokens per rank": 16384}, "s", 0.78),
+    ("update-3b", catalog.UPDATE, {"tokens per rank": 16384}, "MFU", 0.39),
     ("kernels", catalog.LOGPROBS, {"tokens": 8192, "hidden": 896}, "chunked, ms", HEAD_MS + ELEMENTWISE_MS),
     ("kernels", catalog.LOGPROBS, {"tokens": 8192, "hidden": 896}, "fused, ms", HEAD_MS + ONE_PASS_MS),
+    ("kernels", catalog.DECODE, {"tokens": "128 + 256"}, "products, us", 1e6 * PRODUCTS_S),
+    ("kernels", catalog.DECODE, {"tokens": "128 + 256"}, "one kernel, us", 1e6 * ONE_KERNEL_S),
+    ("run-hf-0.5b", catalog.ROLLOUT, {"lengths": "256"}, "kernels per step", LAUNCHES),
     ("run-hf-0.5b", catalog.ROLLOUT, {"lengths": "256"}, "tokens/s", ROWS / STEP_S),
     ("run-hf-0.5b", catalog.ROLLOUT, {"lengths": "spread to 256"}, "tokens/s", ROWS / STEP_S * SPREAD),
+    ("run-hf-0.5b-fused", catalog.ROLLOUT, {"lengths": "256"}, "kernels per step", FUSED_LAUNCHES),
+    ("run-hf-0.5b-fused", catalog.ROLLOUT, {"lengths": "256"}, "tokens/s", ROWS / FUSED_STEP_S),
     ("run-hf-0.5b-fsdp2", catalog.SYNC, {}, "s", SYNC_S),
     ("run-hf-0.5b-fsdp2", catalog.SYNC, {}, "plain copy, GB/s", BYTES / 2 / 1e9),
 )
@@ -92,16 +111,20 @@ INTROS = {
 passes of the trainer, and between engine and trainer. The names are those of [the metrics](metrics.md).""",
     catalog.ANATOMY: "Means of the steps after the first, in milliseconds. MFU is that of the update alone.",
     catalog.UPDATE: """One optimizer step on one packed micro-batch per rank, with and without Liger's kernels. After a
-rollout, torch has given the memory that it kept back to the device, and allocates it again. MFU
-counts 6 FLOPs per parameter and token (LoRA: 4, because frozen weights have no gradient), without recomputed
-activations; the second one adds the attention scores.""",
+rollout, torch has given the memory that it kept back to the device, and allocates it again. The peak is that of
+tensors; torch reserves more. MFU counts 6 FLOPs per parameter and token (LoRA: 4, because frozen weights
+have no gradient), without recomputed activations; the second one adds the attention scores.""",
     catalog.ATTENTION: """Forward and backward in bfloat16 over packed sequences; FLOPs of the causal half. The backward
 pass counts 2.5 times the forward pass, as in FlashAttention, because it computes the scores again.""",
     catalog.LOGPROBS: """`chunked_logprobs` against `log_softmax` over the whole [N, V]: forward and backward of
 log-probs and entropy, in bfloat16. MiB above the inputs.""",
+    catalog.DECODE: """What the `hf` engine computes per layer and step, in bfloat16: products of PyTorch, and the
+kernel of `--fused_decode`. Rows are prompts x samples, tokens those of a prompt and of a row. The errors are those
+against float64, as a share of the largest output.""",
     catalog.ROLLOUT: """Tokens per second of the engine through the library, and of the same vLLM engine called on its
-own. Both use vLLM's prefix cache and begin with an empty one, as after the weight sync of a step. The time from asleep
-to the first token includes the weight sync.""",
+own, as here with a seed per response, and without any. All use vLLM's prefix cache and begin with an empty one, as
+after the weight sync of a step. The time from asleep to the first token includes the weight sync. Kernels per step are
+those that the GPU ran for a token, in graphs too.""",
     catalog.SYNC: "All weights from the trainer to the engine, with verification, against a copy of as many bytes.",
     catalog.SLEEP: "GiB in use on the whole device.",
     catalog.TESTS: "`pytest -m gpu`: attention, log-probs, step-1 facts and sleeping engines against references.",

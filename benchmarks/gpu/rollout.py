@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile, ProfilerActivity
 
 from benchmarks.gpu.catalog import ROLLOUT, Setting, SLEEP, SYNC
 from benchmarks.gpu.models import model_folder, open_trainer, shape
@@ -16,6 +18,7 @@ from lightrft.utils.env import used_memory_gib
 
 CHUNK = 256 << 20  # bytes copied at once
 REPEATS = 3
+COUNTED = (8, 24)  # tokens of a response, of which the kernels are counted
 
 
 def run(setting: Setting) -> Iterator[Tables]:
@@ -139,8 +142,11 @@ def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting, sp
     ways = {"tokens/s": through_the_library}
     if setting.engine == "vllm" and setting.tp == 1:
         ways["bare vLLM, tokens/s"] = bare_vllm(trainer, requests, params, setting)
+        ways["bare vLLM without seeds, tokens/s"] = bare_vllm(trainer, requests, params, setting, seeds=False)
     row: Row = {"lengths": f"spread to {longest}" if spread else str(longest)}
     row |= {name: tokens_per_second(trainer.strategy, way) for name, way in ways.items()}
+    if setting.engine == "hf" and not spread:
+        row["kernels per step"] = kernels_per_step(trainer, requests[:1])
     return row if spread else row | first_token(trainer)
 
 
@@ -153,15 +159,31 @@ def tokens_per_second(strategy: StrategyBase, way: Callable[[], int]) -> float:
     return max(speeds[1:])
 
 
-def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], params: SamplingParams,
-              setting: Setting) -> Callable[[], int]:
-    """Make a function that generates the same requests with vLLM's own ``LLM`` on the same engine."""
+def kernels_per_step(trainer: SPMDPPOTrainer, requests: list[Request]) -> float | None:
+    """Return the kernels of a decode step, replayed ones too: a response of more tokens has more steps, and no other
+    kernels more. None without a GPU or what its profiler needs."""
+    cuda, (few, many) = trainer.strategy.device.type == "cuda", COUNTED
+
+    def kernels(tokens: int) -> int:
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+            trainer.engine.generate(requests, SamplingParams(tokens))
+            synchronize(trainer.strategy)
+        return sum(event.device_type == DeviceType.CUDA and not event.name.startswith("Mem")
+                   for event in profiler.events() or ())  # yapf: disable
+
+    return (kernels(many) - kernels(few)) / (many - few) or None
+
+
+def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], params: SamplingParams, setting: Setting,
+              seeds: bool = True) -> Callable[[], int]:
+    """Make a function that generates the same requests with vLLM's own ``LLM`` on the same engine; without ``seeds``
+    other responses."""
     from rollout_overhead import llm_around
     from vllm import SamplingParams as Native
     native: Any = trainer.engine.native  # type: ignore[attr-defined]  # of vLLM's engine
     llm = llm_around(native, str(model_folder(setting)))
     prompts = [{"prompt_token_ids": one.token_ids} for one in requests for _ in one.seeds]
-    natives = [Native(max_tokens=params.max_new_tokens, logprobs=0, seed=seed, detokenize=False,
+    natives = [Native(max_tokens=params.max_new_tokens, logprobs=0, seed=seed if seeds else None, detokenize=False,
                       stop_token_ids=list(params.stop_token_ids))
                for one in requests for seed in one.seeds]  # yapf: disable
 

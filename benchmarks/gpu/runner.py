@@ -1,6 +1,6 @@
 """Run the measurements that are missing, each in its own process, until the minutes are over; then render the page.
 
-    python -m benchmarks.gpu [--minutes 30] [--only NAME ...] [--again NAME ...] [--reduced] [--out FOLDER]
+    python -m benchmarks.gpu [--minutes 32] [--only NAME ...] [--again NAME ...] [--reduced] [--out FOLDER]
 
 The most valuable ones run first. A measurement that fails, hangs or runs out of memory is recorded with its error; the
 others run all the same. One that is still running at the end is ended, and the figures that it has are kept; the next
@@ -155,7 +155,7 @@ def choose(args: argparse.Namespace) -> list[Measurement]:
 
 def usual_minutes(count: int) -> float:
     """Return the minutes of a call that measures all on ``count`` GPUs: several are also measured together."""
-    return 40 if count > 1 else 30
+    return 42 if count > 1 else 32
 
 
 def minutes(text: str) -> float:
@@ -174,8 +174,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=minutes, metavar="N", help="end after this time, 4 or more (default: 30, "
-                        "with several GPUs 40)")  # yapf: disable
+    parser.add_argument("--minutes", type=minutes, metavar="N", help="end after this time, 4 or more (default: 32, "
+                        "with several GPUs 42)")  # yapf: disable
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these measurements alone")
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="measure these again")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="packages to use that are not installed, as "

@@ -91,7 +91,7 @@ def update(setting: Setting) -> Iterator[Tables]:
     with open_trainer(setting, 2, 2, 8, 1) as trainer:
         trainer.engine.sleep()
         lengths = REDUCED_LENGTHS if setting.reduced else LENGTHS
-        if trainer.strategy.world_size > 1:  # where one rank ran out of memory, the others would wait for it
+        if setting.short or trainer.strategy.world_size > 1:  # other ranks would wait for one without memory
             lengths = lengths[:SAFE]
         for tokens, longest in lengths:
             rows.append(row(trainer, tokens, longest))
@@ -116,8 +116,8 @@ def row(trainer: SPMDPPOTrainer, tokens: int, longest: int) -> Row:
         trainer.strategy.discard_gradients(trainer.prepared["actor"])
         return found | {"s": "out of memory"}
     found |= {"s": seconds, "after a rollout, s": after, "tokens/s": tokens * trainer.strategy.world_size / seconds}
-    return found | utilisation(trainer, tokens, longest,
-                               seconds) | {"peak GiB": peak_memory_gib(trainer.strategy.device)}
+    found |= utilisation(trainer, tokens, longest, seconds) | {"peak GiB": peak_memory_gib(trainer.strategy.device)}
+    return found | {"reserved GiB": torch.cuda.max_memory_reserved() / GIB if cuda else None}
 
 
 def packed(tokens: int, longest: int, trainer: SPMDPPOTrainer) -> Experience:

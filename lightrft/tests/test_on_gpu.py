@@ -17,7 +17,7 @@ from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.host_buffers import pinned
 from lightrft.strategy.strategy import get_strategy
-from lightrft.tests.support import tiny, tiny_task
+from lightrft.tests.support import naive_decode, tiny, tiny_task
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -82,9 +82,9 @@ def test_fused_logprobs_are_the_naive_ones(dtype, limit, fused):
     assert torch.equal(without, found[0]), "the chunks depend on what is computed"
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--lora_rank", "8"], ["--init_kl_coef", "0.01"], ["--gradient_checkpointing", "selective"]],
-    ids=["plain", "lora", "reference", "checkpointing"])
+@pytest.mark.parametrize("flags", [[], ["--lora_rank", "8"], ["--init_kl_coef", "0.01"],
+                                   ["--gradient_checkpointing", "selective"], ["--fused_decode", "--fused_logprobs"]],
+                         ids=["plain", "lora", "reference", "checkpointing", "kernels"])
 def test_step_1_facts_hold_in_bfloat16(tmp_path, flags):
     home = tiny_task.write_home(tmp_path)
     command = [sys.executable, "-m", "lightrft.cli.train", "--pretrain", str(home / "model"), "--prompt_data",
@@ -94,6 +94,26 @@ def test_step_1_facts_hold_in_bfloat16(tmp_path, flags):
                "--disable_ckpt", "--actor_learning_rate", "1e-3", *flags]  # yapf: disable
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[2])
     assert done.returncode == 0 and "step-1 facts hold" in done.stderr + done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dim, queries, window, softcap", [(64, 7, None, None), (128, 4, 18, None),
+                                                           (256, 2, None, 50.0)])
+def test_the_kernel_of_a_decode_step_computes_what_a_loop_does(dim, queries, window, softcap, dtype, limit):
+    """Tokens that do not exist are not read: they are not numbers."""
+    pytest.importorskip("triton")
+    from lightrft.rollout.hf import attention_kernel
+    torch.manual_seed(dim)
+    lengths, newest = [90, 17, 0], [0, 150, 70]  # of prompts, and the last token of each row; a row without a prompt
+    prompts, rows = (torch.randn(2, 3, 2, 200, dim).to(dtype) for _ in range(2))
+    for i in range(3):
+        prompts[:, i, :, lengths[i]:] = torch.nan
+        rows[:, i, :, newest[i] + 1:] = torch.nan
+    inputs = [torch.randn(6, queries + 2, dim).to(dtype)[:, :-2], prompts, rows,
+              *(torch.tensor(x) for x in ([0, 1, -1], lengths, newest))]  # yapf: disable
+    found = attention_kernel.attend(*(x.cuda() for x in inputs), 0.1, window, softcap).cpu()
+    expected = naive_decode.attend(inputs[0].double(), *inputs[1:], 0.1, window, softcap)
+    assert error(found, expected) <= limit
 
 
 @pytest.fixture
