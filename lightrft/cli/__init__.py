@@ -15,9 +15,9 @@ class ForeignModules:
         """Return the file of the module, or None. Python asks for modules that it has not found elsewhere."""
         if name.rpartition(".")[0] != __name__:
             return None
-        from lightrft.cli.foreign_module import command_of  # the commands themselves do not wait for this import
+        from lightrft.cli.foreign_module import command_of, of_another_trainer  # the commands do not wait for this
         file = Path(__file__).with_name("foreign_module.py")
-        return spec_from_file_location(name, file) if command_of(name) else None
+        return spec_from_file_location(name, file) if command_of(name) or of_another_trainer(name) else None
 
 
 sys.meta_path.append(ForeignModules)

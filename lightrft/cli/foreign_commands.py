@@ -20,14 +20,14 @@ _ALIKE: dict[str, str] = {
     "dpo --ipo": "ipo",
     "kto": "train_kto",
     "kd": "train_kd distill distillation gkd",
-    "train --teacher_model MODEL": "opd on_policy_distillation",
+    "train --teacher_model MODEL": "opd train_opd on_policy_distillation",
     "dpo, kto, rm, kd or train": "rlhf",
     "generate": "batch_inference main_generation main_generation_server infer inference sample predict",
     "evaluate": "eval main_eval evaluation",
     "chat": "interactive_chat cli_demo",
     "serve_rm": "serve_reward reward_server",
     "merge_lora": "lora_combiner merge_adapter merge_adapters",
-    "convert": "model_merger legacy_model_merger zero_to_fp32",
+    "convert": "model_merger legacy_model_merger zero_to_fp32 convert_dcp_to_hf",
     "doctor": "env diagnose",
 }
 """Command here -> the words for it elsewhere: of OpenRLHF, LightRFT, verl, TRL, ms-swift."""

@@ -9,7 +9,6 @@ from lightrft.cli.foreign_commands import of_another_trainer
 from lightrft.cli.main import COMMANDS
 from lightrft.utils.logging import get_logger
 
-
 # name -> options whose defaults mean another algorithm there
 DEFAULTS = dict.fromkeys(("train_ppo", "train_ppo_ray", "main_ppo"), {"advantage_estimator": "gae"})
 
@@ -23,8 +22,12 @@ def command_of(module: str) -> str:
 
 
 def main(module: str) -> int | None:
-    """Run that command with the words of this process; the first rank says which it is."""
+    """Run that command with the words of this process; the first rank says which it is. A name that means a command
+    with an option is refused: the words may lack the option."""
     command, defaults = command_of(module), DEFAULTS.get(module.rpartition(".")[2], {})
+    if not command:
+        sys.stderr.write(f"{module}: error: here: lightrft {of_another_trainer(module)}\n")
+        return 2
     own = COMMANDS[command][0]
     told = "".join(f"; --{name} is {value}, unless it is given" for name, value in defaults.items())
     get_logger().info("%s is lightrft %s here, or python -m %s%s", module, command, own, told)

@@ -52,6 +52,7 @@ _UNDIVIDED = ("training divides the parameters of all layers, not single layers,
 _ANY_RANKS = "a checkpoint loads on any number of ranks and with any --strategy"
 _PREFIXES = "vLLM and SGLang keep the prefixes that prompts share"
 _MUON = "the optimizer is --optim adamw, adamw_8bit or sgd; drop the flag"
+_SAMPLED = "the teacher gives the log-prob of each token that the student has drawn"
 _STUDENT = "distillation on the student's own answers is reinforcement learning: lightrft train with --teacher_model"
 
 # flag -> the fact that it asks for, which always holds
@@ -99,6 +100,8 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "chunk_size": (r"[1-9]\d*", "log-probs do not depend on it; --logprob_chunk_mib bounds their memory"),
     "repetition_penalty": (r"1(\.0*)?", "1 is no penalty; in training responses are drawn from the model's own "
                            "distribution"),
+    "opd_topk": ("0", _SAMPLED),
+    "rollout_tasks_per_gpu": (r"\d+", _SHARED),
     "vllm_sync_backend": ("(?i)nccl|gloo|hccl", "training and engine share their devices; weights pass in buckets of "
                           "--sync_bucket_mib"),
     "normalize_advantages": ("(?i)true", _NEVER_READ),
@@ -183,6 +186,8 @@ REFUSED: dict[str, str] = {
     "vllm_server_port": _OWN_ENGINE,
     "lmbda": _STUDENT,
     "seq_kd": _STUDENT,
+    "opd_topk": f"{_SAMPLED}; drop the flag",
+    "opd_kd_temperature": f"{_SAMPLED}; drop the flag",
     "use_cpg_loss": "use --policy_loss cpgd, which has the drift term, or --recipe cpgd",
     "use_gspo": "it never had an effect; use --policy_loss gspo, or --recipe gspo",
     "use_gmpo": "use --policy_loss gmpo, or --recipe gmpo",
@@ -224,15 +229,22 @@ def _tell(name: str, fact: str) -> None:
         granted[fact].append(name)
 
 
-def grant(name: str, value: Any, of_tree: Mapping[str, tuple[str, str]]) -> bool:
-    """Accept a flag of another trainer that asks for what always holds, and log that; else return False.
+def fact_of(name: str, value: Any, values: Mapping[str, tuple[str, str]] = GRANTED_VALUES) -> str:
+    """Return what a flag of another trainer asks for with ``value``, if that always holds; else an empty string.
 
     Args:
-        of_tree: further ones, as ``GRANTS`` of a tree: flag -> the form of its values, and the fact.
+        values: flag -> the form of its values that ask for what always holds, and the fact.
     """
-    form, fact = {**GRANTED_VALUES, **of_tree}.get(name, ("", ""))
-    if not re.fullmatch(form, str(value)):
-        fact = "" if str(value).lower() in _DENIED else GRANTED.get(name, "")
+    form, fact = values.get(name, ("", ""))
+    if re.fullmatch(form, str(value)):
+        return fact
+    return "" if str(value).lower() in _DENIED else GRANTED.get(name, "")
+
+
+def grant(name: str, value: Any, of_tree: Mapping[str, tuple[str, str]]) -> bool:
+    """Accept a flag that asks for what always holds (:func:`fact_of`; ``of_tree``: ``GRANTS`` of a tree), and log that;
+    else return False."""
+    fact = fact_of(name, value, {**GRANTED_VALUES, **of_tree})
     if fact:
         _tell(name, fact)
     return bool(fact)

@@ -86,6 +86,10 @@ def _following(tree: type, values: dict[str, Any], provenance: dict[str, str]) -
     if provenance.get("strategy") == "default" and provenance.get("zero_stage", "default") != "default":
         yield Layer("--zero_stage", {"strategy": "deepspeed"})
         get_logger().info("--zero_stage without --strategy means --strategy deepspeed")
+    if values.get("lora_rank") and values.get("freeze_prefix") == ["visual?"] and "visual" not in values.get(
+            "target_modules", []):
+        yield Layer("--lora_rank", {"freeze_prefix": []})
+        get_logger().info("--freeze_prefix without a part has no effect with --lora_rank: only adapters are trained")
     if values.get("eval_task") == "generate_vllm":
         if provenance["engine_type"] == "default":
             yield Layer("--eval_task generate_vllm", {"engine_type": "vllm"})

@@ -11,6 +11,7 @@ OPENRLHF: dict[str, str] = {
     "enforce_eager": _EAGER,
     "deepspeed_enable_sleep": "offload_during_rollout",
     "ds_enable_sleep": "offload_during_rollout",
+    "fsdp_enable_sleep": "offload_during_rollout",
     "ref_reward_offload": "reward_offload?reward_pretrain offload_during_rollout",
     "rollout_micro_batch_size": "micro_rollout_batch_size",
     "train_micro_batch_size": "micro_train_batch_size",

@@ -2,6 +2,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from lightrft.config.compat import fact_of
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import options
 from lightrft.utils.logging import get_logger
@@ -20,8 +21,10 @@ def synonyms(tree: type) -> dict[str, str]:
 
 def in_own_flags(words: Sequence[str], tree: type) -> list[str]:
     """Replace the flags among ``words`` that are synonyms of options of ``tree``."""
-    known, written = synonyms(tree), {_name(word) for word in words}
-    own: list[str] = []
+    known, own = synonyms(tree), list[str]()
+    words = [word if _name(word) in known else _without_group(word, after)
+             for word, after in zip(words, [*words[1:], ""])]  # yapf: disable
+    written = {_name(word) for word in words}
     for word in _joined(words, known):
         own += _own_flags(word, known, written)
     return _with_items(own)
@@ -44,6 +47,17 @@ def _name(word: str) -> str:
     is left out, because names of its options here begin with the kind of the data."""
     flag = re.match(r"--(?:data\.)?([\w.]+)(?=$|=)", word)
     return flag[1].replace(".", "_") if flag else ""
+
+
+def _without_group(word: str, after: str) -> str:
+    """Shorten a flag of OpenRLHF with dots to its end, if that asks for what always holds, as
+    ``--vllm.sync_backend nccl``; ``after`` is the next word."""
+    flag, equals, value = word.partition("=")
+    parts = flag.removeprefix("--").split(".") if re.fullmatch(r"--\w+(\.\w+)+", flag) else []
+    ends = ("_".join(parts[start:]) for start in range(len(parts)))
+    asked = value if equals else "true" if after.startswith("--") or not after else after
+    name = next((end for end in ends if fact_of(end, asked)), "")
+    return f"--{name}{equals}{value}" if name else word
 
 
 def _is_zero(value: str) -> bool:

@@ -49,8 +49,9 @@ THEIRS = {
     "grm": "train_grm", "train": "train_ppo_ray main_ppo verl.trainer.main_ppo examples/gsm8k_geo3k/train_colocate.py",
     "train --recipe grpo": "grpo GRPO", "train --recipe ppo": "ppo", "dpo --loss orpo": "orpo", "dpo --ipo": "ipo",
     "sft --pretrain_mode": "pt", "generate": "batch_inference main_generation infer", "evaluate": "eval main_eval",
-    "chat": "interactive_chat", "merge_lora": "lora_combiner", "convert": "model_merger zero_to_fp32",
-    "dpo, kto, rm, kd or train": "rlhf"
+    "chat": "interactive_chat", "merge_lora": "lora_combiner",
+    "convert": "model_merger zero_to_fp32 openrlhf.cli.convert_dcp_to_hf",
+    "train --teacher_model MODEL": "opd train_opd", "dpo, kto, rm, kd or train": "rlhf"
 }  # yapf: disable
 TYPOS = {"trian": "train", "tain": "train", "stf": "sft", "dop": "dpo", "dppo": "dpo", "kot": "kto", "grmm": "grm",
          "pmr": "prm", "genrate": "generate", "evalute": "evaluate", "exprot": "export", "chta": "chat",
@@ -106,9 +107,17 @@ def test_a_module_that_is_named_after_ppo_estimates_advantages_with_its_critic(w
 
 
 def test_a_module_that_is_no_command_is_not_found():
-    """Nor one whose work needs an option of the command."""
-    for name in ("lightrft.cli.nosuch", "lightrft.cli.grpo", "lightrft.cli.rlhf", "lightrft.batch_inference"):
+    for name in ("lightrft.cli.nosuch", "lightrft.batch_inference"):
         assert importlib.util.find_spec(name) is None
+
+
+@pytest.mark.parametrize("word, ours", [("train_opd", "train --teacher_model MODEL"), ("grpo", "train --recipe grpo"),
+                                        ("rlhf", "dpo, kto, rm, kd or train")])
+def test_a_module_whose_work_needs_an_option_names_the_command(word, ours, capsys):
+    """Its words may lack the option; without it the command would train another thing."""
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module(f"lightrft.cli.{word}", run_name="__main__", alter_sys=True)
+    assert done.value.code == 2 and capsys.readouterr().err == f"lightrft.cli.{word}: error: here: lightrft {ours}\n"
 
 
 def test_the_number_of_processes_is_taken_out_of_the_words(capsys):

@@ -15,7 +15,7 @@ from lightrft.config.compat import ALIASES, GRANTED, refusal
 from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
 from lightrft.config.serve_schema import ServeConfig
-from lightrft.config.synonyms import synonyms
+from lightrft.config.synonyms import in_own_flags, synonyms
 from lightrft.config.tree import options
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import write_rows
@@ -160,6 +160,7 @@ def parted(command, flags):
              *synonyms(tree), *tree.GRANTS, *GRANTED}  # yapf: disable
     spelt = {flag: flag.removeprefix("data.").replace(".", "_") for flag in map(name_of, flags)}
     known |= {flag for flag, name in spelt.items() if name in synonyms(tree)}
+    known |= {name_of(flag) for flag in flags if in_own_flags(flag.split(), tree) != flag.split()}
     return [one for one in flags if name_of(one) in known], [one for one in flags if name_of(one) not in known]
 
 

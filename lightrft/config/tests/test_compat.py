@@ -64,7 +64,9 @@ def test_names_of_other_trainers_take_the_place_of_no_option() -> None:
     (GenerateConfig, "--zero_stage x", "here: --engine_tp_size"),
     (GenerateConfig, "--remote_rm_url f.py", "here: --score"),
     (SFTConfig, "--full_determinism", "--seed fixes data"),
-    (SFTConfig, "--ds.use_universal_ckpt", "a checkpoint loads on any number of ranks"),
+    (Config, "--use_icepop", "here: --rollout_correction icepop"),
+    (Config, "--opd.topk 8", "the teacher gives the log-prob of each token that the student has drawn; drop"),
+    (SFTConfig, "--dcp_checkpoint_from_path a", "here: --load_checkpoint"),
     (KTOConfig, "--vanilla_loss", "always comes from mismatched pairs"),
 ])
 def test_an_option_of_another_trainer_is_answered_with_ours(tree: type, words: str, said: str,

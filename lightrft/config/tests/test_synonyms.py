@@ -52,6 +52,7 @@ def changed(words: str, tree: type = Config) -> dict[str, Any]:
     ("--train.micro_batch_size 2", {"micro_train_batch_size": 2}),
     ("--tokenizer_chat_template {{messages}}", {"chat_template": "{{messages}}"}),
     ("--max_epoch 3", {"max_epochs": 3}),
+    ("--fsdp.enable_sleep", {"offload_during_rollout": True}),
     ("--eval_dataset a --eval_n_samples_per_prompt 4", {"eval_data": ["a"], "eval_n_samples": 4}),
 ])
 def test_a_flag_of_openrlhf_sets_the_option_that_means_the_same(words: str, expected: dict[str, Any],
@@ -99,10 +100,26 @@ def test_probabilities_of_a_newer_version_are_those_of_the_training_data() -> No
 
 @pytest.mark.parametrize("words,said", [
     ("--repetition_penalty 1.2", "--repetition_penalty is not an option here: in training responses are drawn"),
+    ("--vllm.sync_backend mpi", "--vllm.sync_backend is not an option here: weights are sent to the engine in buck"),
     ("--vllm_sync_backend mpi", "--vllm_sync_backend is not an option here: weights are sent to the engine in buck"),
 ])
 def test_what_asks_for_something_else_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in fails(capsys, words.split())
+
+
+@pytest.mark.parametrize("words,expected", [
+    ("--freeze_prefix --lora_rank 4", {"lora_rank": 4}),
+    ("--freeze_prefix", {"freeze_prefix": ["visual?"]}),
+    ("--freeze_prefix audio --lora_rank 4", {"freeze_prefix": ["audio"], "lora_rank": 4}),
+    ("--freeze_prefix --lora_rank 4 --target_modules visual", {"freeze_prefix": ["visual?"], "lora_rank": 4,
+                                                               "target_modules": ["visual"]}),
+])  # yapf: disable
+def test_frozen_parts_that_are_not_named_are_those_without_adapters(words: str, expected: dict[str, Any],
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """The usual adapters are those of the decoder; a part that is named beside them is still an error."""
+    assert changed(words) == expected
+    assert ("--freeze_prefix without a part has no effect with --lora_rank" in capsys.readouterr().err) == (
+        expected == {"lora_rank": 4})
 
 
 def test_no_engine_is_another_engine() -> None:
@@ -110,13 +127,17 @@ def test_no_engine_is_another_engine() -> None:
     assert problem.startswith("--engine_count 0: ") and "--engine_type hf generates without such an engine" in problem
 
 
-@pytest.mark.parametrize("words", [
-    "--vllm_sync_backend nccl", "--repetition_penalty 1.0", "--enable_prefix_caching",
-    "--vllm_enable_prefix_caching true"
-])
-def test_what_always_holds_is_granted(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words,flag", [
+    ("--vllm_sync_backend nccl", ""), ("--repetition_penalty 1.0", ""), ("--enable_prefix_caching", ""),
+    ("--vllm_enable_prefix_caching true", ""), ("--opd.topk 0", "--opd_topk"),
+    ("--actor.num_nodes 2", "--actor_num_nodes"),
+    ("--fsdp.attn_implementation=flash_attention_2", "--attn_implementation"),
+    ("--ds.use_universal_ckpt", "--use_universal_ckpt"),
+])  # yapf: disable
+def test_what_always_holds_is_granted(words: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With dots too: the notice names the flag without the group that the option here does not have."""
     assert changed(words) == {}
-    assert capsys.readouterr().err.count(f"{words.split()[0]} has no effect: ") == 1
+    assert capsys.readouterr().err.count(f"{flag or words.split()[0]} has no effect: ") == 1
 
 
 @pytest.mark.parametrize("tree", [GenerateConfig, ServeConfig])
