@@ -26,7 +26,7 @@ from lightrft.models.loader import load_actor
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.sharding import full_shape
 from lightrft.strategy.strategy import get_strategy
-from lightrft.trainer.spmd_ppo_trainer import build_models, Models
+from lightrft.trainer.rl_models import build_models, Models
 
 MIB = 1 << 20
 STRATEGIES = {"fsdp": {"strategy": "fsdp"}, "zero3": {"strategy": "deepspeed", "zero_stage": 3}}

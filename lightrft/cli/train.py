@@ -29,12 +29,12 @@ def train(parsed: ParsedConfig, exits: bool = True, functions: Mapping[str, Call
         functions: of this program, by the names under which ``--reward`` selects them.
     """
     # imported after the command line is read: --help and mistakes do not wait for torch
-    from lightrft.trainer.rl_run import trainer_arguments
     from lightrft.trainer.session import training_session
-    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+    from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
     from lightrft.trainer.trial import TrialContext
     with training_session(parsed, exits, TrialContext(functions=functions or {})) as session:
-        SPMDPPOTrainer(**trainer_arguments(parsed.config, session, functions or {})).fit()
+        parts = trainer_arguments(parsed.config, session.strategy, session.timer, functions or {})
+        SPMDPPOTrainer(**parts).fit()
 
 
 if __name__ == "__main__":

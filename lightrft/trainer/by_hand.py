@@ -18,9 +18,9 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.by_path import adapters_of, finish
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import Environment
-from lightrft.trainer.rl_run import trainer_arguments
+from lightrft.trainer.rl_models import Models
 from lightrft.trainer.session import training_session
-from lightrft.trainer.spmd_ppo_trainer import Models, SPMDPPOTrainer
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
 from lightrft.trainer.trial import TrialContext
 from lightrft.utils.errors import end_in_one_line, UserError
 from lightrft.utils.logging import get_logger
@@ -95,7 +95,8 @@ class TrainerByHand(SPMDPPOTrainer):
             session = stack.enter_context(training_session(parsed, exits, context, strategy))
             finish(actor, parsed.config.model)
             own = Models(actor, critic, initial_model and initial_model.requires_grad_(False).eval())
-            super().__init__(**trainer_arguments(parsed.config, session, functions, own), environment=environment)
+            parts = trainer_arguments(parsed.config, session.strategy, session.timer, functions, own)
+            super().__init__(**parts, environment=environment)
             self._session = stack.pop_all()
 
     def fit(self, args: Any = None, *loaders: Any, **arguments: Any) -> None:

@@ -1,19 +1,15 @@
 """The reinforcement-learning step: rollout, update, weight sync."""
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from lightrft.algorithms.base import ADVANTAGES
-from lightrft.config.schema import Config
 from lightrft.config.stages import Stages
 from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.rounding import has_experts, RunArithmetic
-from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.rollout.weight_sync.sync import sync_weights
-from lightrft.strategy.base import Prepared, StrategyBase
+from lightrft.strategy.base import Prepared
 from lightrft.trainer.base_trainer import BaseTrainer
-from lightrft.trainer.controllers import get_entropy_controller, KLController
+from lightrft.trainer.controllers import get_entropy_controller, get_kl_controller
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.optimizer_step import none_applied
@@ -25,27 +21,33 @@ from lightrft.trainer.checks.parity import check_parity
 from lightrft.trainer.checks.first_step import check_step_facts, facts_are_measured
 from lightrft.trainer.checks.tripwires import Tripwires, UnscoredTraining
 from lightrft.utils.logging import get_logger
-from lightrft.utils.timer import Timer
 
 
 class PPOTrainer(BaseTrainer):
-    """Trains a policy with any registered algorithm; every part is passed in."""
+    """Trains a policy with any registered algorithm.
+
+    Args:
+        prepared: models with an optimizer, by name.
+        maker: makes experience of prompts, with an engine that generates.
+        loader: of the training prompts.
+        evaluator: None without held-out prompts.
+    """
     log: RolloutLog
 
-    def __init__(self, config: Config, strategy: StrategyBase, prepared: dict[str, Prepared], engine: RolloutEngine,
-                 maker: FastExperienceMaker, update: PolicyUpdate, loader: PromptLoader, kl: KLController,
-                 evaluator: Evaluator | None, tokenizer: PreTrainedTokenizerBase, log: RolloutLog, timer: Timer,
-                 total_steps: int) -> None:
+    def __init__(self, prepared: dict[str, Prepared], maker: FastExperienceMaker, update: PolicyUpdate,
+                 loader: PromptLoader, evaluator: Evaluator | None, total_steps: int) -> None:
+        config, strategy, tokenizer, timer = maker.config, maker.strategy, maker.tokenizer, maker.timer
+        log = RolloutLog(config, strategy)
         super().__init__(config.checkpoint, strategy, prepared, log, tokenizer, timer, total_steps,
                          config.eval.eval_steps)
-        self.config, self.engine, self.maker, self.update = config, engine, maker, update
-        self.loader, self.kl, self.evaluator = loader, kl, evaluator
+        self.config, self.engine, self.maker, self.update = config, maker.engine, maker, update
+        self.loader, self.evaluator, self.kl = loader, evaluator, get_kl_controller(config.algorithm)
         self.offloader = maker.logprobs.offloader
         self.entropy = get_entropy_controller(config.algorithm)
         self.source = get_group_source(config, maker, loader, total_steps)
         self.arithmetic = RunArithmetic.of(config.rollout, bool(config.model.bf16), strategy.device.type,
                                            has_experts(prepared["actor"].model))
-        self.proof = get_weight_sync_verifier(config.rollout, strategy, prepared["actor"], engine, loader.dataset,
+        self.proof = get_weight_sync_verifier(config.rollout, strategy, prepared["actor"], maker.engine, loader.dataset,
                                               self.arithmetic.engine, timer)
         self.stages = Stages(config.rollout.stages, config.rollout.generate_max_len)
         grouped = ADVANTAGES.get(config.algorithm.advantage_estimator).needs_group

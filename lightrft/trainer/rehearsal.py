@@ -23,7 +23,8 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.planned import PlannedStrategy
 from lightrft.trainer.offline.offline_trainer import OfflineTrainer
 from lightrft.trainer.pretraining_loss import read_pretraining
-from lightrft.trainer.spmd_ppo_trainer import build_models, needed_models, SPMDPPOTrainer
+from lightrft.trainer.rl_models import build_models, needed_models
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import is_no_model, model_is_here
