@@ -15,7 +15,7 @@ from lightrft.models.freezing import frozen_names
 from lightrft.models.reward_model import RewardKind
 from lightrft.models.towers import Tower
 from lightrft.utils.errors import first_line, UserError
-from lightrft.utils.hub import model_folder, read_pretrained
+from lightrft.utils.hub import model_folder, read_object, read_pretrained
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -49,6 +49,7 @@ def read_config(path: str) -> PretrainedConfig:
 
 @lru_cache(maxsize=8)  # a run reads the same file about ten times; with media, each takes 20 ms
 def _parsed(folder: Path, content: bytes) -> PretrainedConfig:
+    read_object(folder / "config.json")
     return read_pretrained(AutoConfig, folder)
 
 

@@ -1,14 +1,12 @@
 """Generation config of a model, without the settings that transformers refuses to write: an export would fail at its
 end."""
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
-from lightrft.utils.errors import first_line, UserError
-from lightrft.utils.hub import model_folder
+from lightrft.utils.hub import model_folder, read_object
 
 NAME = "generation_config.json"
 _FIRST = ("do_sample", "num_beams")  # others have a meaning with certain values of these alone
@@ -22,10 +20,10 @@ def declared(path: str) -> dict[str, Any]:
         UserError: the file is no JSON object.
     """
     if (file := _file(path, NAME)) is not None:
-        return _read(file)
+        return read_object(file)
     own = _file(path, "config.json")
     known = GenerationConfig().to_dict().keys()
-    return {name: value for name, value in _read(own).items() if name in known} if own is not None else {}
+    return {name: value for name, value in read_object(own).items() if name in known} if own is not None else {}
 
 
 def _file(path: str, name: str) -> Path | None:
@@ -35,16 +33,6 @@ def _file(path: str, name: str) -> Path | None:
     found = cached_file(path, name, _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
                         _raise_exceptions_for_connection_errors=False)  # yapf: disable
     return Path(found) if found else None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is no JSON: {first_line(error)}. Correct it, or copy the file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} holds no JSON object. Correct it, or copy the file again")
-    return values
 
 
 def fault(values: dict[str, Any]) -> str | None:

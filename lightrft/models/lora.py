@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER = "default"
+_ADAPTED = (nn.Linear, Conv1D, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that peft has adapters for
 _WRAPPER = "base_model.model."
 
 
@@ -53,7 +54,7 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
     whose names end with a word.
 
     Raises:
-        UserError: a word matches nothing.
+        UserError: a word matches nothing, or a module that cannot have an adapter.
     """
     head, names = hf.get_output_embeddings(), [name for name, _ in hf.named_modules()]
     linear = [name for name in names if isinstance(hf.get_submodule(name), (nn.Linear, Conv1D))]
@@ -69,6 +70,10 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
         if not named and not bare:
             raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
                             f"{', '.join(parts)}; or the end of module names, e.g. {own[-1].rpartition('.')[2]}")
+        for name in named:
+            if not isinstance(module := hf.get_submodule(name), _ADAPTED):
+                raise UserError(f"--target_modules {word} matches {name}, a {type(module).__name__}, which cannot have "
+                                f"an adapter; name linear layers, e.g. {own[-1].rpartition('.')[2]}, or all-linear")
         found.modules.extend(named)
         found.matrices.extend(bare)
     return found

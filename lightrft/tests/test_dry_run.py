@@ -136,6 +136,7 @@ MODEL: dict[str, Case] = {  # of every trainer of a policy
     "other shape": (copied("model", lambda folder: tiny.change_json(folder / "config.json", intermediate_size=24)),
                     "is stored as"),
     "no tokenizer": (copied("model", lambda folder: [path.unlink() for path in folder.glob("*token*")]), "no token"),
+    "no object": (copied("model", lambda folder: (folder / "config.json").write_text("[]")), "no JSON object"),
     "scores": (given(pretrain="home:scorer"), "scores texts and does not generate"),
 }  # yapf: disable
 UNKNOWN = [{"prompt": prompt, "reference": "2", "response": "2", "chosen": "2", "rejected": "3", "label": True,
@@ -170,6 +171,7 @@ CASES: dict[str, dict[str, Case]] = {
         "token of pretraining": unknown("pretrain_data", ptx_coef=0.1),
     },
     "sft": MODEL | {"few rows": (written(PAIRS[:1], "train_data", chosen_key="chosen"), ""),
+                    "norm": (given(lora_rank=4, target_modules="norm"), "model.norm, a Qwen2RMSNorm, which cannot"),
                     "token": unknown("train_data"), "held-out token": unknown("eval_data")},
     "kd": {"frozen tower": MODEL["frozen tower"], "teacher": (given(teacher_model="home:foreign"), "tokens are not"),
            "no model": (given(teacher_model="nosuch_dir"), "cannot load a model from 'nosuch_dir'"),

@@ -52,14 +52,16 @@ def tokenizer_of(path: str, template: str | None,
     return None."""
     if template is not None:
         read_chat_template(template)  # an unknown one is an error without a tokenizer too
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        read_config(path)  # which a run does first
     try:
         tokenizer = load_tokenizer(path)
     except UserError as error:
-        folder = Path(path).expanduser()
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise
         if not elsewhere and (folder.exists() or is_no_model(path, error)):
-            read_config(path)  # which a run does first
+            read_config(path)
             raise
         yield f"data: not tokenized, for lack of a tokenizer: {error}"
         return None

@@ -1,6 +1,7 @@
 """Models in folders and on the Hugging Face hub: where one is, its contents, and the cache without a network."""
 import fnmatch
 import hashlib
+import json
 import os
 import re
 import socket
@@ -11,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import first_line, UserError
 from lightrft.utils.logging import get_logger
 
 _BLOCK = 1 << 24  # bytes
@@ -29,6 +30,7 @@ def read_pretrained(kind: Any, path: str | Path, **kwargs: Any) -> Any:
 
     Raises:
         UserError: the files can be read by code of their own only, or are pickles of more than tensors.
+        ValueError: an entry of their JSON has a value of another type.
     """
     try:
         return kind.from_pretrained(path, trust_remote_code=False, **kwargs)
@@ -40,6 +42,30 @@ def read_pretrained(kind: Any, path: str | Path, **kwargs: Any) -> Any:
     except UnpicklingError as error:
         raise UserError(f"{path} holds a file of weights that is no plain pickle of tensors: {MORE_THAN_TENSORS}") \
             from error
+    except _wrong_types() as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _wrong_types() -> tuple[type[Exception], ...]:
+    """Return the errors with which transformers meets values of another type."""
+    from huggingface_hub import errors
+    strict = getattr(errors, "StrictDataclassError", TypeError)  # of configs, in newer versions
+    return TypeError, AttributeError, strict
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: the file holds none.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {first_line(error)}. Correct it, or copy the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds no JSON object. Correct it, or copy the file again")
+    return values
 
 
 def looks_local(path: str) -> bool:

@@ -158,7 +158,11 @@ def _truncate(folder):
 
 
 @pytest.mark.parametrize("damage, message", [
-    (lambda folder: (folder / "config.json").write_text("{"), "cannot load a model"),
+    (lambda folder: (folder / "config.json").write_text("{"), "cannot load a model .* is no JSON"),
+    (lambda folder: (folder / "config.json").write_text("null"), "cannot load a model .* holds no JSON object"),
+    (lambda folder:
+     (folder / "config.json").write_bytes(b'{"a": "\xe9"}'), "cannot load a model .* is no JSON: .*utf-8"),
+    (lambda folder: tiny.change_json(folder / "config.json", hidden_size="wide"), "cannot load a model .*hidden_size"),
     (lambda folder: tiny.change_json(folder / "config.json", model_type="no_such_type"),
      "cannot load a model.*no_such_type"),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json, .* lightrft export writes one from a"),
