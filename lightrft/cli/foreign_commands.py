@@ -20,7 +20,7 @@ _ALIKE: dict[str, str] = {
     "dpo --ipo": "ipo",
     "kto": "train_kto",
     "kd": "train_kd distill distillation gkd",
-    "train --teacher_model MODEL": "opd train_opd on_policy_distillation",
+    "train --teacher_model MODEL --reward format=0": "opd train_opd on_policy_distillation",
     "dpo, kto, rm, kd or train": "rlhf",
     "generate": "batch_inference main_generation main_generation_server infer inference sample predict",
     "evaluate": "eval main_eval evaluation",

@@ -101,6 +101,8 @@ GRANTED_VALUES: dict[str, tuple[str, str]] = {
     "repetition_penalty": (r"1(\.0*)?", "1 is no penalty; in training responses are drawn from the model's own "
                            "distribution"),
     "opd_topk": ("0", _SAMPLED),
+    "opd_kl_estimator":
+    ("k[123]", "it changes no gradient; reward/teacher_kl is the mean of log p_student - log p_teacher"),
     "rollout_tasks_per_gpu": (r"\d+", _SHARED),
     "vllm_sync_backend": ("(?i)nccl|gloo|hccl", "training and engine share their devices; weights pass in buckets of "
                           "--sync_bucket_mib"),

@@ -51,7 +51,7 @@ THEIRS = {
     "sft --pretrain_mode": "pt", "generate": "batch_inference main_generation infer", "evaluate": "eval main_eval",
     "chat": "interactive_chat", "merge_lora": "lora_combiner",
     "convert": "model_merger zero_to_fp32 openrlhf.cli.convert_dcp_to_hf",
-    "train --teacher_model MODEL": "opd train_opd", "dpo, kto, rm, kd or train": "rlhf"
+    "train --teacher_model MODEL --reward format=0": "opd train_opd", "dpo, kto, rm, kd or train": "rlhf"
 }  # yapf: disable
 TYPOS = {"trian": "train", "tain": "train", "stf": "sft", "dop": "dpo", "dppo": "dpo", "kot": "kto", "grmm": "grm",
          "pmr": "prm", "genrate": "generate", "evalute": "evaluate", "exprot": "export", "chta": "chat",
@@ -111,8 +111,8 @@ def test_a_module_that_is_no_command_is_not_found():
         assert importlib.util.find_spec(name) is None
 
 
-@pytest.mark.parametrize("word, ours", [("train_opd", "train --teacher_model MODEL"), ("grpo", "train --recipe grpo"),
-                                        ("rlhf", "dpo, kto, rm, kd or train")])
+@pytest.mark.parametrize("word, ours", [("train_opd", "train --teacher_model MODEL --reward format=0"),
+                                        ("grpo", "train --recipe grpo"), ("rlhf", "dpo, kto, rm, kd or train")])
 def test_a_module_whose_work_needs_an_option_names_the_command(word, ours, capsys):
     """Its words may lack the option; without it the command would train another thing."""
     with pytest.raises(SystemExit) as done:

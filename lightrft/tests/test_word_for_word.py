@@ -6,9 +6,11 @@ import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
-from itertools import product
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +20,12 @@ import yaml
 from lightrft.cli.foreign_module import command_of, DEFAULTS
 from lightrft.cli.offline import OFFLINE
 from lightrft.config.cli import parse_config
+from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.inference_schema import ChatConfig
 from lightrft.config.schema import Config
+from lightrft.config.serve_schema import ServeConfig
 from lightrft.config.tree import flatten
+from lightrft.tests.support.launch import free_port
 from lightrft.tests.support.runs import read_lines
 from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.tests.support.word_for_word import ON_GPUS, tiny_sizes, without, words_of, write_pictures, write_texts
@@ -31,12 +36,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "word_for_word.md"
 if not PAGE.exists():
     pytest.skip("installed without its repository", allow_module_level=True)
 ONE_PROCESS = ("serve_rm", "interactive_chat")
-RUNS = [*product(["OpenRLHF, README"], ["SFT", "reward model", "PPO with the hybrid engine"]),
-        *product(["OpenRLHF, manual"], ["SFT", "SFT with checkpoints", "SFT with ring attention", "DPO",
-                                        "DPO on several machines", "KTO", "process reward model", "distillation"]),
-        *product(["OpenRLHF, examples/scripts"], ["train_knowledge_distillation.sh", "interactive_chat_llama.sh"])
-        ]  # yapf: disable
-TREES = {"train": Config, "chat": ChatConfig}
+SERVERS = [("OpenRLHF, manual", "reward server"), ("OpenRLHF, examples/scripts", "serve_remote_rm.sh")]
+ASKS = ("OpenRLHF, manual", "PPO with a remote reward")
+MERGES = [("OpenRLHF, README", "merging an adapter"), ("OpenRLHF, examples/scripts", "combine_lora.sh")]
+ALONE = [which for which in COMMANDS if which not in (*SERVERS, ASKS, *MERGES)]
+TREES = {"train": Config, "generate": GenerateConfig, "chat": ChatConfig, "serve_rm": ServeConfig}
 NOTICE = re.compile(
     r"^(?:[\d:]+ (?:WARNING: )?|warning: )(--\w+(?:, --\w+)*).*(?:ha(?:s|ve) no effect|is read as|means|its value is|"
     r"is held out)", re.M)
@@ -129,10 +133,10 @@ def test_a_command_of_a_document_has_the_outcome_of_the_page(document, name, hom
         assert not again.code, again.text
 
 
-def as_it_runs(document, name, home):
+def as_it_runs(document, name, home, port=""):
     """The module and the words of a command for one step on a CPU; it writes below ``out`` of its folder."""
     out = Path("out")
-    module, words = split(words_of(LISTED[document][name]["command"], home, out))
+    module, words = split(words_of(LISTED[document][name]["command"], home, out, port))
     if "instead" in LISTED[document][name]:
         row = next(line for line in section(document).splitlines() if line.startswith(f"| {name} |"))
         refused = re.findall(r"`(\w+)`", row.split("; instead ")[0])
@@ -167,23 +171,30 @@ def ran_fixture(tmp_path_factory, environ):
             done = subprocess.run([warm_python(), "-m", f"lightrft.cli.{module}", *words], cwd=folder, env=environ,
                                   capture_output=True, text=True, timeout=280, input="2?\nexit\n")
             assert done.returncode == 0, done.stderr[-3000:]
+            (folder / "printed").write_text(done.stdout, encoding="utf-8")
             folders[key] = folder
         return folders[key]
 
     return ran
 
 
-def check_left(folder):
-    """Check that a command of training has left its model and the line of its step."""
-    [metrics] = folder.rglob("metrics.jsonl")
-    assert any(row["step"] == 1 for row in read_lines(metrics))
-    assert (metrics.parent / "hf" / "model.safetensors").exists()
+def check_left(command, folder):
+    """Check what a command has left in its folder: a trained model and its step, rows, or an answer."""
+    if command == "chat":
+        assert (folder / "printed").read_text(encoding="utf-8")
+    elif command == "generate":
+        [rows] = folder.rglob("*.jsonl")
+        assert read_lines(rows)
+    else:
+        [metrics] = folder.rglob("metrics.jsonl")
+        assert any(row["step"] == 1 for row in read_lines(metrics))
+        assert (metrics.parent / "hf" / "model.safetensors").exists()
 
 
 def one_of_each():
-    """The first command of each kind; the others take minutes together."""
-    kinds = set()
-    for document, name in RUNS:
+    """The first command of each kind; the others take minutes together, and two kinds run in tests of their own."""
+    kinds = {"generate", "grm"}
+    for document, name in ALONE:
         module, _ = split(shlex.split(LISTED[document][name]["command"]))
         kind = command_of(module)
         yield pytest.param(document, name, marks=[pytest.mark.whole] * (kind in kinds))
@@ -191,19 +202,51 @@ def one_of_each():
 
 
 @pytest.mark.parametrize("document,name", [*one_of_each()])
-def test_a_command_of_a_document_runs(document, name, home, ran, monkeypatch):
+def test_a_command_of_a_document_runs(document, name, home, ran, request, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "")  # reading the words sets it
+    command = LISTED[document][name]["command"]
+    if "-VL-" in command:
+        request.getfixturevalue("seeing")
+    if "generate_vllm" in command:
+        pytest.importorskip("vllm")
     module, words = as_it_runs(document, name, home)
-    folder = ran(module, words)
-    if command_of(module) != "chat":
-        check_left(folder)
+    check_left(command_of(module), ran(module, words))
 
 
-def test_the_page_names_what_runs_and_what_is_left_out():
+@pytest.mark.whole
+def test_the_reward_server_scores_a_run(home, ran, environ, tmp_path, monkeypatch):
+    """The servers of both documents are one; a run asks it for its rewards."""
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    port = free_port()
+    module, words = served = as_it_runs(*SERVERS[0], home, port)
+    assert effect("serve_rm", *served) == effect("serve_rm", *as_it_runs(*SERVERS[1], home, port))
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen([warm_python(), "-m", f"lightrft.cli.{module}", *words], cwd=tmp_path,
+                                                 env=environ, stdout=file, stderr=file) as server:
+        try:
+            wait_for(port, server, log)
+            folder = ran(*as_it_runs(*ASKS, home, port))
+        finally:
+            server.terminate()
+    check_left("train", folder)
+    assert read_lines(folder / "out" / "llama3-8b-rlhf" / "metrics.jsonl")[-1]["reward/unscored"] == 0
+
+
+def wait_for(port, server, log):
+    """Wait until a server listens."""
+    for _ in range(1200):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+            return
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on port {port}: {log.read_text()}")
+
+
+def test_every_command_runs_with_the_words_of_the_page_left_out():
     """Those that merge adapters run where their outcome is tried."""
-    told = PAGE.read_text(encoding="utf-8").split("\n## ")[0]
-    assert {name for _, name in RUNS} == {*re.findall(r"^  - (.+?)[,.]?$", told, re.MULTILINE)}
-    left_out = re.search(r"run without the words that need GPUs or vLLM \((.+?)\)", told, re.DOTALL)
+    assert len(ALONE) + len(SERVERS) + len(MERGES) + 1 == len(COMMANDS)
+    left_out = re.search(r"run without the words that need GPUs or vLLM \((.+?)\)", PAGE.read_text(encoding="utf-8"),
+                         re.S)
     assert re.findall(r"`--(\w+)`", left_out[1]) == [*ON_GPUS]
 
 

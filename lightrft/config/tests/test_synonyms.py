@@ -130,6 +130,7 @@ def test_no_engine_is_another_engine() -> None:
 @pytest.mark.parametrize("words,flag", [
     ("--vllm_sync_backend nccl", ""), ("--repetition_penalty 1.0", ""), ("--enable_prefix_caching", ""),
     ("--vllm_enable_prefix_caching true", ""), ("--opd.topk 0", "--opd_topk"),
+    ("--opd.kl_estimator k3", "--opd_kl_estimator"),
     ("--actor.num_nodes 2", "--actor_num_nodes"),
     ("--fsdp.attn_implementation=flash_attention_2", "--attn_implementation"),
     ("--ds.use_universal_ckpt", "--use_universal_ckpt"),

@@ -56,7 +56,11 @@ _SIZES = {
     "train": f"{_TRAIN} {_ENGINE} --rollout_batch_size 4 --micro_rollout_batch_size 4 --prompt_max_len 64 "
     "--max_eval_samples 4",
     "rm": _TRAIN,
+    "grm": _TRAIN,
+    "generate": f"{_ENGINE} --prompt_max_len 64 --max_samples 8",
+    "scores": "--max_samples 8",
     "chat": _ENGINE,
+    "serve_rm": "",
 }
 _QUOTED = {r"$'User: {}\nAssistant: '": "'User: {}\nAssistant: '", "{wandb_token}": "TOKEN"}
 _REWARD = """def reward_func(queries, prompts, labels):
@@ -64,11 +68,12 @@ _REWARD = """def reward_func(queries, prompts, labels):
 """
 
 
-def words_of(command: str, home: Path, out: Path) -> list[str]:
-    """The words of a command of a document; it writes below ``out``."""
+def words_of(command: str, home: Path, out: Path, port: str = "") -> list[str]:
+    """The words of a command of a document; it writes below ``out``. A server listens on ``port``, by default one on
+    which nothing listens."""
     for text, meant in _QUOTED.items():
         command = command.replace(text, meant)
-    command = command.replace("//localhost:5000/", f"//localhost:{free_port()}/")  # nothing listens there
+    command = re.sub(r"(//localhost:|--port )5000\b", rf"\g<1>{port or free_port()}", command)
     command = re.sub(r"(--(?:save|ckpt|output)_path) \S*?(/\w[\w.-]*)?(?= |$)", rf"\1 {out}\2", command)
     names = sorted(PATHS, key=len, reverse=True)
     found = "|".join(re.escape(name) + r"(?![\w-])" for name in names)
@@ -78,7 +83,8 @@ def words_of(command: str, home: Path, out: Path) -> list[str]:
 def tiny_sizes(command: str, words: list[str]) -> list[str]:
     """The words of ``lightrft COMMAND`` for one step on a CPU: without :data:`ON_GPUS`, with sizes at the end, which
     replace those before."""
-    return [*without(words, ON_GPUS), *_SIZES.get(command, f"{_TRAIN} --max_len 64").split()]
+    kind = "scores" if command == "generate" and "rm" in words else command
+    return [*without(words, ON_GPUS), *_SIZES.get(kind, f"{_TRAIN} --max_len 64").split()]
 
 
 def without(words: Iterable[str], names: Container[str]) -> list[str]:
@@ -117,7 +123,8 @@ def write_texts(home: Path) -> Path:
     """Write models and rows of text, with the columns of the data sets whose place they take."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["ки"])
-    tiny.save_model(home / "model", max_position_embeddings=1 << 17, vocab_size=len(tokenizer))
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # as wide as vLLM needs on CPUs
+    tiny.save_model(home / "model", max_position_embeddings=1 << 17, vocab_size=len(tokenizer), **heads)
     tokenizer.save_pretrained(home / "model")
     save_scorer(home / "rm", seed=1, mean=0.5, std=2.0)
     _write_adapters(home)
@@ -132,7 +139,7 @@ def write_texts(home: Path) -> Path:
     made["shepherd"] = [{"input": f"{i}? Step 1: {i} ки\nStep 2: {i} ки", "label": ["+", "-"], "value": ["+", "-"]}
                         for i in numbers]  # yapf: disable
     made["dapo"] = [{"prompt": _asked(i), "label": str(2 * i)} for i in numbers]
-    made["answers"] = [{"input": f"{i}?", "output": "yes"} for i in numbers for _ in range(4)]
+    made["answers"] = [{"input": f"{i}?", "output": text} for i in numbers for text in ("yes", "no", "both", "none")]
     made["best"] = [{"input": f"{i}?", "output": "yes", "reward": 1.0} for i in numbers]
     made["pairs"] = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in numbers]
     for name, rows in made.items():
