@@ -15,6 +15,7 @@ SPLIT_WORDS = {
 }
 """Word in the name of a file or folder -> the kinds of splits that it may mean."""
 _HIDDEN = (".", "_", "~")  # .ipynb_checkpoints, ._a.jsonl of macOS, __MACOSX, _temporary of Spark, ~$a.csv of Excel
+_REPORT = ".dropped.jsonl"  # of the rows that LightRFT's script for sounds has left out of the files beside it
 _SHARD = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<total>\d{5})")
 PACKINGS = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _CHOICE = "Name the files that you want as entries of their own (--prompt_data, --train_data or --eval_data)"
@@ -78,7 +79,7 @@ def _format(file: Path) -> str:
 
 def hidden(path: Path) -> bool:
     """Return True if a part of a relative path is a name that programs give to files of their own."""
-    return any(part.startswith(_HIDDEN) for part in path.parts)
+    return path.name.endswith(_REPORT) or any(part.startswith(_HIDDEN) for part in path.parts)
 
 
 def _names(path: Path) -> list[str]:

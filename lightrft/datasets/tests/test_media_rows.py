@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 
 from lightrft.config.prompt_schema import MediaConfig
+from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import MediaError, MediaRules
 from lightrft.datasets.media_rows import find_media, find_row_media, part_media
+from lightrft.datasets.records import to_records
 from lightrft.datasets.rows import DataError, load_rows, Rows
 from lightrft.datasets.waveform import write_wav
 
@@ -150,6 +152,29 @@ def test_lightrft_sounds_that_the_column_repeats(tmp_path):
     assert messages == [user(AUDIO, text("Q"))] and media == [tmp_path / "a.wav"]
     with pytest.raises(MediaError, match="1 audios for 0 placeholders"):
         find(ask(content, audio_path="b.wav"), rules)
+
+
+def test_folders_of_lightrfts_recipe_for_sounds(tmp_path):
+    """As its two scripts write them: parts of one schema, the sound again in two columns, and a report of what was left
+    out, which is no file of rows."""
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "0.wav").write_bytes(TONE)
+    for path in (str(tmp_path / "all" / "0.wav"), "0.wav"):
+        parts = [{"type": "audio", "audio_url": path}, {"type": "text", "text": "Which? Answer in <answer> </answer>."}]
+        row = ask(
+            parts, data_source="r1-aqa-avqa", reference="a", label="avqa_rule", audio_path=path,
+            reward_model={"ground_truth": "a"}, extra_info={
+                "label": "avqa_rule", "reference": "a", "index": 0, "solution": " <answer>a</answer> ", "multi_choice":
+                ["a", "b"], "answer_idx": 0, "audio_path": path
+            })
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+        (tmp_path / "train.dropped.jsonl").write_text('{"index": 1, "audio_path": "gone.wav"}\n')
+        rows, rules = load_rows(str(tmp_path), "train"), MediaRules(root=tmp_path / "all")
+        (record, ) = to_records(rows, DataConfig(input_key="prompt", label_key="label", reference_key="reference"))
+        assert (record.reference, record.label, record.data_source) == ("a", "avqa_rule", "r1-aqa-avqa")
+        messages, media = find(rows.rows[0], rules, images_key="audio_path")
+        assert messages == [user(AUDIO, text("Which? Answer in <answer> </answer>."))]
+        assert media == [tmp_path / "all" / "0.wav"]
 
 
 def test_swift_rows_of_all_kinds():
