@@ -1,11 +1,14 @@
 """Count the decode steps of the hf engine that a GPU would run as they are, capture and replay, by response lengths.
 
-    python benchmarks/decode_graphs.py [--lengths FILE] [--rollouts 3] [--slots 256] [--samples 8] [--prompt 128]
+    python benchmarks/decode_graphs.py [--lengths FILE | --most 1024] [--rollouts 3] [--slots 256] [--samples 8]
+        [--prompt 128] [--freed]
 
 The scheduler, its cache and the policy of graphs are the engine's own; the model, and the device, are not there: a
 "graph" runs its step again, and a response ends at the length of its seed. ``--lengths``: a file with one length per
-line, such as those of a run; by default 512 lengths that are spread log-uniformly from 8 to 1,024. ``padded`` is the
-work of attention and of rows in the shapes of the steps, over what live responses need.
+line, such as those of a run; by default 512 lengths that are spread log-uniformly from 8 to ``--most``. ``--freed``:
+graphs are dropped after every rollout, as with a cache that takes more than a 32nd of a GPU. ``padded`` is the work of
+attention and of rows in the shapes of the steps, over what live responses need. ``time`` is that over replays alone, if
+a step that is no replay takes three times as long, and a capture as long as that.
 """
 import argparse
 import math
@@ -107,8 +110,8 @@ def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths:
         generation.step()
 
 
-def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt: int,
-             seed: int = 0) -> list[dict[str, float]]:
+def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt: int, seed: int = 0,
+             freed: bool = False) -> list[dict[str, float]]:
     """Return counts of each of ``rollouts`` rollouts; each draws the order of the lengths anew."""
     most, rng, graphs = max(lengths), random.Random(seed), Counted()
     requests = [Request([0] * prompt, list(range(i, i + samples))) for i in range(0, len(lengths), samples)]
@@ -118,15 +121,16 @@ def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt
     for _ in range(rollouts):
         order = Lengths(rng.sample(lengths, len(lengths)))
         graphs.counts.clear(), graphs.work.clear()
+        if freed:
+            graphs.graphs.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(continuous_batching, "uniforms", order.uniforms)
             patch.setattr(continuous_batching, "sample", order.sample)
             rollout(graphs, space, requests, order)
-        work = graphs.work
-        rows.append({
-            **{name: graphs.counts[name] for name in ("eager", "captured", "replayed")}, "rows":
-            work["rows"] / work["rows needed"], "keys": work["keys"] / work["keys needed"]
-        })
+        work, counts = graphs.work, {name: graphs.counts[name] for name in ("eager", "captured", "replayed")}
+        steps, added = counts["eager"] + counts["replayed"], 2 * counts["eager"] + 3 * counts["captured"]
+        rows.append(counts | {"rows": work["rows"] / work["rows needed"], "keys": work["keys"] / work["keys needed"],
+                              "time": 1 + added / steps})  # yapf: disable
     return rows
 
 
@@ -140,18 +144,21 @@ def main() -> None:
     """Print a line per rollout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, help="file with the length of a response per line")
+    parser.add_argument("--most", type=int, default=1024, help="longest length, without a file")
+    parser.add_argument("--freed", action="store_true", help="drop the graphs after every rollout")
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--slots", type=int, default=256, help="rows at once")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
     args = parser.parse_args()
-    lengths = [int(line) for line in args.lengths.read_text().split()] if args.lengths else spread()
+    lengths = [int(line) for line in args.lengths.read_text().split()] if args.lengths else spread(most=args.most)
     rows = simulate(lengths[:len(lengths) // args.samples * args.samples], args.rollouts, args.slots, args.samples,
-                    args.prompt)
-    print("| rollout | eager steps | captures | replays | padded rows | padded keys |\n|---|---|---|---|---|---|")
+                    args.prompt, freed=args.freed)
+    columns = "rollout", "eager steps", "captures", "replays", "padded rows", "padded keys", "time"
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for number, row in enumerate(rows, 1):
         counts = " | ".join(str(row[name]) for name in ("eager", "captured", "replayed"))
-        print(f"| {number} | {counts} | {row['rows']:.2f} | {row['keys']:.2f} |")
+        print(f"| {number} | {counts} | {row['rows']:.2f} | {row['keys']:.2f} | {row['time']:.2f} |")
 
 
 if __name__ == "__main__":
