@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.tests.support.launch import finish, ROOT, run_script
+from lightrft.tests.support.launch import ROOT
 from lightrft.tests.support.warm import warm_environ, warm_python
+from lightrft.tests.support.warmed_up import fixture_warmed_up
 
-PAGE, PREPARE = ROOT / "docs" / "python.md", ROOT / "examples" / "quickstart" / "prepare.py"
+fixture_warmed_up = fixture_warmed_up  # pytest finds it here
+PAGE = ROOT / "docs" / "python.md"
 ENVIRON = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 pytestmark = [
     pytest.mark.dist, pytest.mark.slow,
@@ -36,14 +38,11 @@ def accuracies(printed: str) -> list[float]:
 
 
 @pytest.fixture(name="home", scope="module")
-def fixture_home(tmp_path_factory):
-    """Data and the model after the warm-up, as the quickstart makes them, with fewer rows and steps."""
+def fixture_home(warmed_up, tmp_path_factory):
+    """A folder with the data and the model after the warm-up where the quickstart puts them."""
     home = tmp_path_factory.mktemp("home")
-    out = home / "runs" / "quickstart"
-    run_script(PREPARE, "--out", out, "--train_rows", 2000, "--test_rows", 300, "--sft_rows", 12800)
-    options = {"pretrain": out / "base", "train_data": out / "data" / "sft.parquet", "save_path": out / "sft",
-               "train_batch_size": 32, "learning_rate": 3e-3, "max_len": 64, "disable_ckpt": True}  # yapf: disable
-    finish(home, options, module="lightrft.cli.train_sft", limit_s=250)
+    (home / "runs").mkdir()
+    (home / "runs" / "quickstart").symlink_to(warmed_up)
     return home
 
 

@@ -22,9 +22,11 @@ from lightrft.rollout.sglang.weights import buckets
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.tests.support import tiny
 from lightrft.tests.support.sglang_environment import FOLDER, in_its_environment, PYTHON
+from lightrft.tests.support.warmed_up import fixture_warmed_up
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
+fixture_warmed_up = fixture_warmed_up  # pytest finds it here
 ROOT = Path(__file__).parents[3]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -45,8 +47,9 @@ def test_one_process():
 
 
 @needs_sglang
-def test_two_ranks():
-    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", f"{FOLDER}/sglang_processes.py")
+def test_two_ranks(warmed_up):
+    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", f"{FOLDER}/sglang_processes.py",
+                                    WARMED_UP=str(warmed_up))
     assert code == 0 and "5 passed" in said, said[-8000:]
 
 

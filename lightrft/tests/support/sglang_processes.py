@@ -19,7 +19,7 @@ from lightrft.tests.support.engine_faults import ended, launched, left
 from lightrft.tests.support.engine_rig import SIZES
 from lightrft.tests.support.launch import ROOT, preload, torchrun
 from lightrft.tests.support.sglang_experts import MOE
-from lightrft.tests.support.warm import warm_environ
+from lightrft.tests.support.warm import warm_environ, warm_python
 
 SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
 CASES = {  # test_vllm_ranks has more, of what is the same code
@@ -51,13 +51,15 @@ def test_one_engine_of_both_ranks(tmp_path, monkeypatch):
 
 
 def test_quickstart_learns_and_a_killed_scheduler_ends_all_ranks(tmp_path):
-    """20 steps on two ranks; then rank 1 loses its scheduler in the middle of a rollout."""
-    out, mark = tmp_path / "out", tmp_path / "mark"
-    words = ("--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 0 --no_eval_at_start "
-             "--save_steps -1 --rollout_batch_size 16 --train_batch_size 128 "
+    """The command after the warm-up, for 20 steps on two ranks; then rank 1 loses its scheduler in a rollout."""
+    out, mark, before = tmp_path / "out", tmp_path / "mark", os.environ["WARMED_UP"]
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = (f"--pretrain {before}/sft/hf --prompt_data {before}/data/train.parquet --save_path {out} "
+             "--engine_type sglang --engine_kv_mib 16 --max_steps 22 --eval_steps 0 --no_eval_at_start --save_steps -1 "
+             "--rollout_batch_size 16 --train_batch_size 128 "
              "--plugin lightrft.tests.support.sglang_fault_plugin").split()
-    own = warm_environ() | {"OUT": str(out), "FAULT": "scheduler", "FAULT_MARK": str(mark)}
-    done = subprocess.run(["bash", "examples/quickstart/run_quickstart.sh", *words], env=os.environ | own, text=True,
+    own = warm_environ() | {"FAULT": "scheduler", "FAULT_MARK": str(mark)}
+    done = subprocess.run([*launcher, "examples/quickstart/train_colocate.py", *words], env=os.environ | own, text=True,
                           cwd=ROOT, timeout=500, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # yapf: disable
     said = done.stdout
     assert done.returncode != 0 and mark.exists(), said[-8000:]
