@@ -9,7 +9,8 @@ from lightrft.datasets.records import Message
 from lightrft.datasets.rows import hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
 from lightrft.models.vocabulary import check_rows
-from lightrft.rollout.engine import Completion, Request, RolloutEngine
+from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.scheduler import generate
 from lightrft.trainer.samples import decode, sample_seed
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
@@ -81,15 +82,13 @@ class Conversation:
         """Generate an answer a few tokens at a time, each piece from where the last one ended."""
         cfg, tokenizer = self.model.config.rollout, self.model.tokenizer
         sampling = self.model.sampling
-        done, shown, seed = Completion([], [], "length"), "", sample_seed(self.seed, self.turns)
-        while done.finish_reason == "length" and len(done.token_ids) < cfg.generate_max_len:
-            most = min(len(done.token_ids) + PIECE, cfg.generate_max_len)
-            request = Request.of(prompt, [seed], [done.token_ids])
-            ((piece, ), ) = self.engine.generate([request], replace(sampling, max_new_tokens=most))
-            done.extend(piece)
-            (sample, ) = decode(tokenizer, [Episode.of(prompt, 0, 0, done, 0)], sampling.stop_token_ids)
-            ended = done.finish_reason != "length" or most == cfg.generate_max_len
-            text = sample.text if ended else sample.text.rstrip(UNFINISHED)
+        answer, shown = Episode(prompt, self.turns, 0, role="chat", seed=sample_seed(self.seed, self.turns)), ""
+        while answer.finish_reason != "stop" and answer.response_len < cfg.generate_max_len:
+            most = min(answer.response_len + PIECE, cfg.generate_max_len)
+            generate(self.engine, [answer], replace(sampling, max_new_tokens=most))
+            decode(tokenizer, [answer], sampling.stop_token_ids)
+            ended = answer.finish_reason != "length" or most == cfg.generate_max_len
+            text = answer.text if ended else answer.text.rstrip(UNFINISHED)
             yield text[len(shown):]
             shown = text
 

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.datasets.answered import unscored
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import Handle, RewardManager
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
+from lightrft.rollout.scheduler import generate, Round
 from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import Row, RowFiles
 from lightrft.strategy.base import StrategyBase
@@ -131,19 +132,17 @@ class BatchGenerator:
 
     def _call(self, numbered: list[tuple[int, Prompt]], writer: ScoredWriter) -> None:
         """Generate the responses of some prompts in one call; a request to stop ends it early."""
-        requests = [
-            Request.of(prompt, [sample_seed(self.seed, prompt.uid, j) for j in range(self.n)]) for _, prompt in numbered
-        ]
+        episodes = [Episode(prompt, number, j, seed=sample_seed(self.seed, prompt.uid, j)) for number, prompt in
+                    numbered for j in range(self.n)]  # yapf: disable
 
-        def finished(i: int, completions: list[Completion]) -> bool:
-            number, prompt = numbered[i]
-            responses = (Episode.of(prompt, number, j, done, 0) for j, done in enumerate(completions))
-            samples = decode(self.tokenizer, responses, self.sampling.stop_token_ids)
-            writer.add(number, [self.row(sample) for sample in samples],
-                       [reward_input(prompt, sample.text) for sample in samples])
-            return stop_requested()
+        def heard(finished: Round) -> bool:
+            for samples in finished.groups:
+                decode(self.tokenizer, samples, self.sampling.stop_token_ids)
+                writer.add(samples[0].group_id, [self.row(sample) for sample in samples],
+                           [reward_input(sample.prompt, sample.text) for sample in samples])
+            return bool(finished.groups) and stop_requested()
 
-        self.engine.generate(requests, self.sampling, finished)
+        generate(self.engine, episodes, self.sampling, heard=heard)
         writer.drain()
 
     def row(self, sample: Episode) -> Row:

@@ -29,9 +29,11 @@ from lightrft.rewards.neural import Media, positions_of, QueuedReward
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.references import ReferenceFormError
 from lightrft.rewards.rules import reference_answers
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.hf.engine import build_hf_engine
+from lightrft.rollout.scheduler import generate, Round
 from lightrft.rollout.weight_sync.sync import sync_weights
+from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
 
@@ -117,15 +119,15 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
         with self.awake() as engine:
             bar = phase(len(readable), "judging", "request")
 
-            def finished(i: int, completions: list[Completion]) -> None:
-                bar.update(1)
+            def heard(finished: Round) -> None:
+                bar.update(len(finished.groups))
 
             for group in grouped(self.model.hf_model, (len(ids[i]) + most for i in readable)):
-                indices = [readable[number] for number in group]
-                done = engine.generate([Request(ids[i], [0], asked[i][1]) for i in indices], SamplingParams(most, 0.0),
-                                       finished)
-                for i, (each, ) in zip(indices, done):
-                    said[i] = str(decode(each.token_ids, skip_special_tokens=True))
+                episodes = [Episode(Prompt("", ids[i], "", media=asked[i][1]), i, 0, role="judge")
+                            for i in (readable[number] for number in group)]  # yapf: disable
+                generate(engine, episodes, SamplingParams(most, 0.0), heard=heard)
+                for episode in episodes:
+                    said[episode.group_id] = str(decode(episode.response_ids, skip_special_tokens=True))
             bar.close()
         return [said[i] for i in range(len(asked))]
 

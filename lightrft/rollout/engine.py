@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.models.vocabulary import check_ids
@@ -173,6 +174,7 @@ def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: i
     return sorted({i for i in (*eos_token_ids, *params.stop_token_ids) if i < vocabulary})
 
 
+@runtime_checkable
 class SteppedEngine(Protocol):
     """An engine that generates in rounds, and takes requests at any time. :func:`lightrft.rollout.collector.generate`
     runs requests to their end.
@@ -200,14 +202,21 @@ class SteppedEngine(Protocol):
         those that wait nothing comes, and finished ones are skipped."""
 
 
-class RolloutEngine(Protocol):
-    """An engine that lives in the training process. ``weight_version`` counts the updates it has received.
+class RolloutEngine(SteppedEngine, Protocol):
+    """An engine that lives in the training process. ``weight_version`` counts the updates it has received;
+    ``group`` is the CPU process group of the ranks that share it:
+    they submit all of their requests and take all steps alike. None: this rank alone.
 
     An engine with its own weights refuses to generate until the first update. The verification of the weight sync
     (:mod:`lightrft.rollout.weight_sync.verify`) reads fingerprints of its weights, under names and in an order that the
     verification chooses.
     """
     weight_version: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model."""
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:

@@ -130,8 +130,10 @@ def test_a_change_of_a_selection_leaves_the_whole_alone():
 
 def test_an_episode_has_a_segment_per_source_and_lists_per_token():
     """Turns of the same weights with an answer between them, a resumed turn, and other weights."""
-    episode = Episode.of(Prompt("u", [1, 2], "p"), 4, 1, Completion([3, 4, 8, 9, 5], [-0.1, -0.2, 0.0, 0.0, -0.3],
-                                                                    "abort", [(2, 4)]), 7)  # yapf: disable
+    episode = Episode.of(Prompt("u", [1, 2], "p"), 4, 1, Completion([3, 4], [-0.1, -0.2], "stop"), 7)
+    episode.give([8, 9])
+    assert episode.open
+    episode.add(Completion([5], [-0.3], "abort"), 7)
     episode.add(Completion([], [], "abort"), 7)
     episode.add(Completion([6], [-0.4], "abort"), 7)
     assert episode.open and [each.token_ids for each in episode.segments] == [[3, 4], [8, 9], [5, 6]]
@@ -141,12 +143,14 @@ def test_an_episode_has_a_segment_per_source_and_lists_per_token():
     assert episode.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3, -0.4, -0.5]
     assert episode.weight_versions == [-1, -1, 7, 7, -1, -1, 7, 7, 8]
     assert (episode.prompt_len, episode.response_len, episode.num_tokens, episode.truncated) == (2, 7, 9, True)
-    assert Episode.load(episode.prompt, 4, 1, episode.state()) == episode
+    episode.seed = 5
+    assert Episode.load(episode.prompt, 4, 1, episode.state()) == episode and episode.key == ("sample", 4, 1)
 
 
 def test_an_answer_at_the_start_of_a_resumed_turn_is_given():
     episode = Episode.of(Prompt("u", [1], "p"), 0, 0, Completion([2], [-1.0], "abort"), 3)
-    episode.add(Completion([3, 4], [0.0, -2.0], "stop", [(0, 1)]), 3)
+    episode.give([3])
+    episode.add(Completion([4], [-2.0], "stop"), 3)
     assert [(each.token_ids, each.drawn) for each in episode.segments] == [([2], True), ([3], False), ([4], True)]
 
 

@@ -1,5 +1,4 @@
 """Environments (tools, users, games) that answer a response, which then resumes with another turn."""
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
-from lightrft.rollout.engine import Continuation, Ended, NextTurn
+from lightrft.rollout.scheduler import NextTurn, Turn
 from lightrft.types import Episode, NUMBERS, Prompt
 from lightrft.utils.errors import UserError
 
@@ -46,8 +45,8 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class PendingTurn:
-    """A :class:`~lightrft.rollout.engine.PendingAnswer` of an environment to the response of ``episode``."""
+class PendingReply:
+    """A :class:`~lightrft.rollout.scheduler.PendingTurn` of an environment in ``episode``."""
     episode: Episode
     renderer: Renderer
     answer: "Future[str | Reply | None]"
@@ -56,7 +55,7 @@ class PendingTurn:
         """Return True once the environment has answered."""
         return self.answer.done()
 
-    def result(self) -> Continuation | None:
+    def result(self) -> Turn:
         """Wait for the answer, add its numbers to the episode, and return its tokens.
 
         Raises:
@@ -70,28 +69,21 @@ class PendingTurn:
         for name, value in reply.numbers.items():
             NUMBERS.get(name)
             self.episode.extra[name] = self.episode.extra.get(name, 0) + value
-        return None if reply.text is None else Continuation(self.renderer.encode_inside([reply.text])[0])
+        return None if reply.text is None else self.renderer.encode_inside([reply.text])[0]
 
 
-def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBase,
-              so_far: Callable[[int, int], Episode]) -> NextTurn | None:
-    """Return the callback of an engine that asks ``environment``; None without one.
-
-    Args:
-        so_far: a response before this call, by request and index among its seeds.
-    """
+def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBase) -> NextTurn | None:
+    """Return the callback of a run that asks ``environment``; None without one."""
     if environment is None:
         return None
 
     renderer, pool = Renderer(DataConfig(), tokenizer), ThreadPoolExecutor(_THREADS, "environment")
 
-    def ask(ended: Ended) -> list[PendingTurn]:
-        begun = [so_far(i, k) for i, k, _ in ended]
-        texts = decode_behind(tokenizer, [(episode.prompt.token_ids, episode.response_ids + done.token_ids)
-                                          for episode, (*_, done) in zip(begun, ended)])  # yapf: disable
-        turns = [PendingTurn(episode, renderer, pool.submit(environment.turn, episode.prompt, text))
-                 for episode, text in zip(begun, texts)]  # yapf: disable
-        wait([turn.answer for turn in turns], _QUICK_S)
-        return turns
+    def ask(episodes: list[Episode]) -> list[PendingReply]:
+        texts = decode_behind(tokenizer, [(episode.prompt.token_ids, episode.response_ids) for episode in episodes])
+        replies = [PendingReply(episode, renderer, pool.submit(environment.turn, episode.prompt, text))
+                   for episode, text in zip(episodes, texts)]  # yapf: disable
+        wait([reply.answer for reply in replies], _QUICK_S)
+        return replies
 
     return ask

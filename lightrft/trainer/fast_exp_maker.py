@@ -14,7 +14,8 @@ from lightrft.config.schema import Config
 from lightrft.models.packed_model import PackedModel
 from lightrft.utils.score import Score
 from lightrft.rewards.manager import Handle, RewardManager
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
+from lightrft.rollout.scheduler import generate, Quota, Round
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
 from lightrft.trainer.environment import Environment, next_turn
@@ -37,17 +38,17 @@ Scored = Callable[[], list[Episode]]  # waits for the scores of this rank's epis
 class Listener(Protocol):
     """Listener to the responses of this rank as they finish. Its context is entered around each generation."""
 
-    def during(self, groups: int) -> AbstractContextManager[Any]:
-        """Return the context of one generation of ``groups`` groups."""
+    def during(self, groups: Sequence[int]) -> AbstractContextManager[Any]:
+        """Return the context of one generation of the groups with these numbers."""
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
         """Return True if reports of single responses save time; else whole groups are reported."""
 
-    def arrived(self, samples: list[tuple[int, Episode]]) -> None:
-        """Receive finished samples, each with the index of its group on this rank."""
+    def arrived(self, samples: list[Episode]) -> None:
+        """Receive finished samples."""
 
     def finished(self, group: int) -> None:
-        """Receive the notice that all responses of ``group`` have arrived."""
+        """Receive the notice that all responses of the group with this number have arrived."""
 
 
 class RewardListener:
@@ -55,21 +56,21 @@ class RewardListener:
     time; otherwise as soon as its group is finished."""
 
     def __init__(self, rewards: RewardManager) -> None:
-        self.rewards, self.handles = rewards, list[Handle]()
+        self.rewards, self.handles = rewards, dict[int, Handle]()
 
-    def during(self, groups: int) -> AbstractContextManager[Any]:
+    def during(self, groups: Sequence[int]) -> AbstractContextManager[Any]:
         """Implement :meth:`Listener.during`."""
-        self.handles = [Handle() for _ in range(groups)]
+        self.handles = {number: Handle() for number in groups}
         return nullcontext()
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
         """Implement :meth:`Listener.wants_each`."""
         return any(self.rewards.begins_early(reward_input(prompt, "")) for prompt in prompts)
 
-    def arrived(self, samples: list[tuple[int, Episode]]) -> None:
+    def arrived(self, samples: list[Episode]) -> None:
         """Implement :meth:`Listener.arrived`."""
-        self.rewards.begin([(self.handles[i], sample.index, reward_input(sample.prompt, sample.text))
-                            for i, sample in samples])
+        self.rewards.begin([(self.handles[sample.group_id], sample.index, reward_input(sample.prompt, sample.text))
+                            for sample in samples])
 
     def finished(self, group: int) -> None:
         """Implement :meth:`Listener.finished`."""
@@ -78,7 +79,7 @@ class RewardListener:
     def scores(self) -> list[Score]:
         """Wait for the scores of the last generation, group by group, in the order of the samples' indices."""
         self.rewards.flush()
-        return [score for handle in self.handles for score in self.rewards.collect(handle)]
+        return [score for handle in self.handles.values() for score in self.rewards.collect(handle)]
 
 
 class GreedyBaseline:
@@ -115,70 +116,50 @@ class GreedyBaseline:
 
 
 class GenerationRun:
-    """One call of the engine for ``groups`` of this rank; it reports finished responses to the listeners.
+    """One generation of this rank's ``groups``, up to ``quota``; it reports finished responses to the listeners."""
 
-    Args:
-        opened: indices of the unfinished responses of each group, which the requests continue.
-        quota: number of groups to finish; then generation stops, once all groups in ``due`` are finished too.
-    """
+    def __init__(self, maker: "FastExperienceMaker", groups: list[ResponseGroup], quota: Quota) -> None:
+        self.maker, self.quota = maker, quota
+        self.groups = {group.number: group for group in groups}
+        self.each = maker.reports_each(groups)
+        self.samples: dict[int, dict[int, Episode]] = {number: {} for number in self.groups}  # reported, by index
+        self.bar = phase(min(quota.groups, len(groups)), "rollout", "prompt")
 
-    def __init__(self, maker: "FastExperienceMaker", groups: list[ResponseGroup], quota: int, due: set[int]) -> None:
-        self.maker, self.groups, self.quota = maker, groups, quota
-        self.version, self.opened = maker.engine.weight_version, [group.open for group in groups]
-        self.late = {group.number for group in groups} & due
-        self.done: set[int] = set()
-        self.samples: list[dict[int, Episode]] = [{} for _ in groups]
-        self.bar = phase(min(quota, len(groups)), "rollout", "prompt")
-
-    def run(self, requests: list[Request]) -> list[Episode]:
+    def run(self) -> list[Episode]:
         """Generate; return the reported samples, group by group."""
-        maker = self.maker
-        asked = requests if self.quota or self.late else []  # ranks that share an engine must call it together
-        each = self._arrived if maker.reports_each(self.groups) else None
-        finished = self._finished if maker.overlaps else None
-        turns = next_turn(maker.environment, maker.tokenizer, self._so_far)
-        found = maker.engine.generate(asked, maker.sampling, finished, each, turns)
-        for i in sorted(set(range(len(found))) - self.done):
-            self.groups[i].add(found[i], self.version, self.opened[i])
-            if not self.groups[i].open:  # nothing is overlapped, or it finished while the engine stopped
-                self._complete(i)
+        maker, groups = self.maker, self.groups.values()
+        opened = [] if self.quota.met else [episode for group in groups for episode in group.open]
+        generate(maker.engine, opened, maker.sampling, next_turn(maker.environment, maker.tokenizer),
+                 self._heard if maker.overlaps else None)
+        for group in groups:  # nothing is overlapped, or they finished while the engine stopped
+            if not (group.open or group.number in self.quota.finished):
+                self._complete(group)
         self.bar.close()
-        return [group[j] for group in self.samples for j in sorted(group)]
+        return [samples[index] for samples in self.samples.values() for index in sorted(samples)]
 
-    def _so_far(self, i: int, k: int) -> Episode:
-        return self.groups[i].responses[self.opened[i][k]]
+    def _heard(self, finished: Round) -> bool:
+        if self.each:
+            self._report(finished.episodes)
+        for episode, *_ in finished.groups:
+            self._complete(self.groups[episode.group_id])
+        return self.quota.met
 
-    def _arrived(self, ended: Sequence[tuple[int, int, Completion]]) -> None:
-        for i, k, completion in ended:
-            self.groups[i].responses[self.opened[i][k]].add(completion, self.version)
-        self._report([(i, self.opened[i][k]) for i, k, _ in ended])
-
-    def _finished(self, i: int, completions: list[Completion]) -> bool:
-        self.groups[i].add(completions, self.version, self.opened[i])
-        self._complete(i)
-        self.done.add(i)
-        self.late.discard(self.groups[i].number)
-        return len(self.done) >= self.quota and not self.late
-
-    def _complete(self, i: int) -> None:
+    def _complete(self, group: ResponseGroup) -> None:
         """Report the remaining responses of a finished group, and the group."""
         self.bar.update(1)
-        group = self.groups[i]
-        begun = {response.index for response in group.responses if response.score is not None} | self.samples[i].keys()
-        if rest := [(i, j) for j in range(len(group.responses)) if j not in begun]:
+        self.quota.finished.add(group.number)
+        begun = self.samples[group.number]
+        if rest := [each for each in group.responses if each.score is None and each.index not in begun]:
             self._report(rest)
         for listener in self.maker.listeners:
-            listener.finished(i)
+            listener.finished(group.number)
 
-    def _report(self, ended: list[tuple[int, int]]) -> None:
-        """Decode finished responses, given by group and index, and report them."""
-        samples = decode(self.maker.tokenizer, [self.groups[i].responses[j] for i, j in ended],
-                         self.maker.sampling.stop_token_ids)
-        fresh = [(i, sample) for (i, _), sample in zip(ended, samples)]
-        for i, sample in fresh:
-            self.samples[i][sample.index] = sample
+    def _report(self, finished: list[Episode]) -> None:
+        """Decode finished responses and report them."""
+        for sample in decode(self.maker.tokenizer, finished, self.maker.sampling.stop_token_ids):
+            self.samples[sample.group_id][sample.index] = sample
         for listener in self.maker.listeners:
-            listener.arrived(fresh)
+            listener.arrived(finished)
 
 
 @dataclass
@@ -279,9 +260,11 @@ class FastExperienceMaker:
         """
         with ExitStack() as stack:
             for listener in self.listeners:
-                stack.enter_context(listener.during(len(mine)))
+                stack.enter_context(listener.during([group.number for group in mine]))
             with self.timer("rollout"):
-                samples = GenerationRun(self, mine, quota, due).run(self._requests(mine, step))
+                self.seed(mine, step)
+                policy = Quota(quota, due & {group.number for group in mine})
+                samples = GenerationRun(self, mine, policy).run()
         with self.timer("rollout"):  # it ends when the slowest rank is done
             self.strategy.barrier()
         return samples, self._scored(samples, self._answer_greedily(samples))
@@ -320,15 +303,10 @@ class FastExperienceMaker:
 
         return wait
 
-    def _requests(self, groups: list[ResponseGroup], step: int | str) -> list[Request]:
-        """Return requests for the unfinished responses; each response keeps its original seed."""
-        seed = self.config.train.seed
-        return [
-            Request.of(group.prompt, [sample_seed(seed, step, group.number, j)
-                                      for j in group.open], [group.responses[j].response_ids
-                                                             for j in group.open] if group.tokens else [])
-            for group in groups
-        ]
+    def seed(self, groups: list[ResponseGroup], step: int | str) -> None:
+        """Give every response its seed, which it keeps when it is resumed."""
+        for response in (response for group in groups for response in group.responses):
+            response.seed = sample_seed(self.config.train.seed, step, response.group_id, response.index)
 
     def complete(self, exp: Batch, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
         """Put the engine to sleep, then fill log-probs, values, rewards and advantages; a collective.

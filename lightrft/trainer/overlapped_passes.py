@@ -109,7 +109,7 @@ class OverlappedPasses:
         self.stream = torch.cuda.Stream(strategy.device) if strategy.device.type == "cuda" else None
 
     @contextmanager
-    def during(self, groups: int) -> Iterator[None]:
+    def during(self, groups: Sequence[int]) -> Iterator[None]:
         """Run the passes of one generation; it ends when those of all ranks are done."""
         self.thread = PassThread(self.strategy, self.logprobs.wanted(self.num_samples), self.logprobs.limits,
                                  self.stream)
@@ -120,9 +120,9 @@ class OverlappedPasses:
         """Return True: every response that is finished may start a pass."""
         return True
 
-    def arrived(self, samples: list[tuple[int, Episode]]) -> None:
+    def arrived(self, samples: list[Episode]) -> None:
         """Add finished samples to the next pass."""
-        self.thread.add([sample for _, sample in samples])
+        self.thread.add(samples)
 
     def finished(self, group: int) -> None:
         """Do nothing: a pass needs no whole groups."""

@@ -141,7 +141,7 @@ class OversamplingSource:
     def _metrics(self, chosen: dict[int, ResponseGroup]) -> dict[str, float]:
         versions = [{each.version for each in response.segments if each.drawn} for group in chosen.values()
                     for response in group.responses]
-        left = [group.responses[j] for group in self.groups for j in group.open if group.responses[j].segments]
+        left = [response for group in self.groups for response in group.open if response.segments]
         own = sum(len(each) > 1 for each in versions), len(left), sum(response.response_len for response in left)
         samples, left_samples, left_tokens = self.strategy.all_reduce(torch.tensor(own)).tolist()
         return {

@@ -11,7 +11,8 @@ from lightrft.datasets.records import prefill_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.rewards.base import RewardInput
-from lightrft.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import RolloutEngine, SamplingParams
+from lightrft.rollout.scheduler import generate, Round
 from lightrft.trainer.environment import Environment, next_turn
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
@@ -79,9 +80,9 @@ class ResponseGroup:
                 "responses": [response.state() for response in self.responses]}  # yapf: disable
 
     @property
-    def open(self) -> list[int]:
-        """Indices of the unfinished responses."""
-        return [j for j, response in enumerate(self.responses) if response.open]
+    def open(self) -> list[Episode]:
+        """Unfinished responses."""
+        return [response for response in self.responses if response.open]
 
     @property
     def tokens(self) -> int:
@@ -91,12 +92,6 @@ class ResponseGroup:
     def oldest(self, version: int) -> int:
         """Return the version of the oldest weights that drew a token; ``version`` if no token is drawn yet."""
         return min((response.segments[0].version for response in self.responses if response.segments), default=version)
-
-    def add(self, completions: list[Completion], version: int, indices: list[int]) -> None:
-        """Extend the responses at ``indices``; finished ones are complete already and are skipped."""
-        for j, more in zip(indices, completions, strict=True):
-            if self.responses[j].open:
-                self.responses[j].add(more, version)
 
     def renumbered(self, group_id: int) -> list[Episode]:
         """Return the responses with another number of their group."""
@@ -127,21 +122,18 @@ def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
 
 def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: Environment | None,
             numbered: Sequence[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams,
-            phase_name: str) -> list[Episode]:
+            role: str) -> list[Episode]:
     """Generate one decoded response per seed of each numbered prompt, with the engine's current weights.
 
-    ``phase_name`` names the progress on the console.
+    ``role`` is that of the episodes, and names the progress on the console.
     """
-    requests = [Request.of(prompt, own) for (_, prompt), own in zip(numbered, seeds)]
-    groups = [ResponseGroup.new(number, prompt, len(own)) for (number, prompt), own in zip(numbered, seeds)]
-    turns = next_turn(environment, tokenizer, lambda i, k: groups[i].responses[k])
-    bar = phase(len(requests), phase_name, "prompt")
+    episodes = [Episode(prompt, number, index, role=role, seed=seed) for (number, prompt), of_prompt in
+                zip(numbered, seeds, strict=True) for index, seed in enumerate(of_prompt)]  # yapf: disable
+    bar = phase(len(numbered), role, "prompt")
 
-    def finished(request: int, responses: list[Completion]) -> None:
-        bar.update(1)
+    def heard(finished: Round) -> None:
+        bar.update(len(finished.groups))
 
-    completions = engine.generate(requests, sampling, finished, next_turn=turns)
+    generate(engine, episodes, sampling, next_turn(environment, tokenizer), heard)
     bar.close()
-    for group, done in zip(groups, completions, strict=True):
-        group.add(done, engine.weight_version, group.open)
-    return decode(tokenizer, [response for group in groups for response in group.responses], sampling.stop_token_ids)
+    return decode(tokenizer, episodes, sampling.stop_token_ids)

@@ -1,9 +1,9 @@
 """Episodes: responses to prompts, from the request to the batch, in runs of tokens that have one source."""
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightrft.types.prompts import Prompt
 from lightrft.utils.score import Score
@@ -22,12 +22,19 @@ class Segment:
     version: int = -1  # of given tokens
 
 
+class Key(NamedTuple):
+    """Name of an episode: its role ("sample", "greedy", "evaluation", "canary", "judge", "chat" ...), the number of its
+    prompt and its index among the responses to that. Roles keep the episodes of several callers of one engine apart."""
+    role: str
+    group: int
+    index: int
+
+
 class GeneratedTokens(Protocol):
-    """Tokens that an engine generated in one call, with the runs [start, stop) that were appended, not drawn."""
+    """Tokens that an engine drew in one part of a response, and how the part ended."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    appended: list[tuple[int, int]]
 
 
 @dataclass
@@ -40,7 +47,7 @@ class Episode:
 
     ``score`` is None until the rewards have come. ``steps`` are its rewards of steps, with the tokens of the sequence
     that end them. ``greedy`` holds reward and length of the greedy response to the prompt, where the estimator needs
-    them.
+    them. ``seed`` is that of the noise: equal seeds and weights give equal responses.
     """
     prompt: Prompt
     group_id: int  # number of the prompt: in the rollout batch, or in all draws of the run
@@ -52,6 +59,8 @@ class Episode:
     score: Score | None = None
     steps: list[tuple[int, float]] = field(default_factory=list)
     greedy: tuple[float | None, int] | None = None
+    role: str = "sample"
+    seed: int = 0
 
     @classmethod
     def of(cls, prompt: Prompt, group_id: int, index: int, done: GeneratedTokens, version: int) -> "Episode":
@@ -62,9 +71,10 @@ class Episode:
 
     @classmethod
     def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
-        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers and score."""
+        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers, score and seed.
+        """
         episode = cls(prompt, group_id, index, [], state["finish_reason"], state.get("text", ""),
-                      state.get("extra", {}))  # yapf: disable
+                      state.get("extra", {}), seed=state.get("seed", 0))  # yapf: disable
         if state.get("score"):
             episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
             episode.steps = [(end, reward) for end, reward in state["steps"]]
@@ -79,16 +89,25 @@ class Episode:
         n = self.prompt_len
         return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
                 "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra,
-                "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy}  # yapf: disable
+                "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy,
+                "seed": self.seed}  # yapf: disable
+
+    @property
+    def key(self) -> Key:
+        """Name of the episode among all of an engine."""
+        return Key(self.role, self.group_id, self.index)
 
     def add(self, more: GeneratedTokens, version: int) -> None:
-        """Append tokens that the weights of ``version`` generated, and those that were given meanwhile."""
-        bounds = [0, *chain.from_iterable(more.appended), len(more.token_ids)]
-        for i, (start, stop) in enumerate(pairwise(bounds)):
-            if start < stop:
-                ids, logprobs, drawn = more.token_ids[start:stop], more.logprobs[start:stop], i % 2 == 0
-                self._append(Segment(ids, logprobs, drawn, version if drawn else -1))
+        """Append tokens that the weights of ``version`` drew."""
+        if more.token_ids:
+            self._append(Segment(more.token_ids, more.logprobs, True, version))
         self.finish_reason = more.finish_reason
+
+    def give(self, token_ids: list[int]) -> None:
+        """Append tokens that the policy did not draw, after which the response goes on."""
+        if token_ids:
+            self._append(Segment(token_ids, [0.0] * len(token_ids), False))
+        self.finish_reason = "abort"
 
     def _append(self, new: Segment) -> None:
         """Append a segment; one of the same source becomes longer."""

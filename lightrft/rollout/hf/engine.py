@@ -88,6 +88,8 @@ class HFEngine:
         one_kernel: the attention of a decode step is one kernel in Triton; for CUDA.
     """
 
+    group = None  # every rank has an engine of its own
+
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
                  share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None, longest: int = 0,
                  one_kernel: bool = False) -> None:
@@ -121,7 +123,7 @@ class HFEngine:
             ValueError: for a request that cannot be run, or a cache budget that does not hold one sequence.
         """
         self._check(requests, params)
-        collector = CompletionCollector(requests, params, self._vocabulary, None, on_finished, on_arrived, next_turn)
+        collector = CompletionCollector(requests, params, self.vocabulary, None, on_finished, on_arrived, next_turn)
         with self._empty_after_an_error():
             return generate(self, collector, params)
 
@@ -165,7 +167,7 @@ class HFEngine:
 
     def _check(self, requests: list[Request], params: SamplingParams) -> None:
         self._check_ready()
-        check_requests(requests, params, "HF", self._vocabulary, takes_media=self.modality.media is not None)
+        check_requests(requests, params, "HF", self.vocabulary, takes_media=self.modality.media is not None)
 
     # -- the running generation ---------------------------------------------------------------------------------------
     def _running(self) -> Generation:
@@ -220,7 +222,8 @@ class HFEngine:
         self._session.close()
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
+        """Number of tokens of the model."""
         return len(self.model.get_input_embeddings().weight)
 
     def _stop_mask(self, params: SamplingParams) -> Tensor:

@@ -16,11 +16,12 @@ from torch import Tensor
 from lightrft.config.schema import RolloutConfig
 from lightrft.ops.fingerprint import fingerprints, Piece
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout.engine import Completion, KeepsWeights, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import KeepsWeights, RolloutEngine, SamplingParams
+from lightrft.rollout.scheduler import generate
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.sharding import ParamSlice
-from lightrft.types import Experience, Prompt
+from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.timer import Timer
@@ -224,8 +225,7 @@ class Canary:
                  new_tokens: int, arithmetic: Arithmetic) -> None:
         self.strategy, self.prepared, self.engine = strategy, prepared, engine
         self.at_start, self.least = arithmetic.canary_limits()
-        chosen = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
-        self.requests = [Request.of(prompt, [i]) for i, prompt in enumerate(chosen)]
+        self.prompts = [prompts[i] for i in range(min(PROMPTS, len(prompts)))]
         self.params = SamplingParams(min(NEW_TOKENS, new_tokens))
         self.band: float | None = None
 
@@ -252,22 +252,12 @@ class Canary:
     def scores(self) -> tuple[Tensor, Tensor]:
         """Log-probs of the tokens that the engine draws, by the trainer and by the engine: float64 [drawn] on the CPU.
         The model's mode is restored."""
-        completions = [group[0] for group in self.engine.generate(self.requests, self.params)]
-        exp, model = self._packed(completions).to(self.strategy.device), self.prepared.model
+        episodes = [Episode(prompt, i, 0, role="canary", seed=i) for i, prompt in enumerate(self.prompts)]
+        generate(self.engine, episodes, self.params)
+        exp, model = Batch.of(episodes), self.prepared.model
         training = model.training
         model.eval()
-        scored = model(exp)[0][exp.loss_mask].double().cpu()
+        scored = model(exp.to(self.strategy.device))[0].cpu()[exp.loss_mask].double()
         model.train(training)
         self.strategy.free_full(model)
-        reported = torch.tensor(
-            [value for one in completions for value, drawn in zip(one.logprobs, one.drawn) if drawn],
-            dtype=torch.float64)
-        return scored, reported
-
-    def _packed(self, completions: list[Completion]) -> Experience:
-        """Pack prompts with their responses; the mask keeps the tokens that the engine drew."""
-        parts = [(request.token_ids, one) for request, one in zip(self.requests, completions)]
-        return Experience.pack([[*prompt, *one.token_ids] for prompt, one in parts], [[False] * len(prompt) + one.drawn
-                                                                                      for prompt, one in parts],
-                               prompt_lens=[len(prompt) for prompt, _ in parts],
-                               media=[request.media for request in self.requests])
+        return scored, exp.rollout_logprobs[exp.loss_mask].double()

@@ -53,7 +53,7 @@ def _compared(canary: Canary, model: PackedModel) -> str:
     Raises:
         UserError: they differ.
     """
-    (request, ), modality = canary.requests, model.modality
+    request, modality = Request.of(canary.prompts[0], [0]), model.modality
     grids = _grids_of(model, request)
     _compare_grids(canary.engine, request, grids)
     ours = modality.prompt_positions(model.hf_model, request.token_ids, request.media)

@@ -111,21 +111,14 @@ def test_a_response_is_scored_before_the_last_one_of_its_group_has_ended(home, t
     options, log = reward
     made, events, heard = trainer(home, tmp_path / "run", **options), [], Hearing()
     made.maker.listeners.append(heard)
-    generate = made.engine.generate
 
-    def patient(requests, sampling, finished, arrived, turns):
+    def patient(samples):
+        events.extend(("ended", sample.group_id, sample.index) for sample in samples)
+        for sample in samples:
+            assert wait_for(lambda: any(sample.text in texts for texts in asked(log))), f"nobody saw {sample.text!r}"
+            events.append(("scored", sample.group_id, sample.index))
 
-        def told(ended):
-            events.extend(("ended", i, j) for i, j, _ in ended)
-            arrived(ended)
-            for i, j, _ in ended:
-                text = heard.texts[i, j]
-                assert wait_for(lambda: any(text in texts for texts in asked(log))), f"nobody was asked for {text!r}"
-                events.append(("scored", i, j))
-
-        return generate(requests, sampling, finished, told, turns)
-
-    made.engine.generate = patient
+    heard.arrived = patient
     done = rollout(made)
     made.maker.rewards.shutdown()
     assert len(done.episodes) == 4 * SIZE and sorted(events) == sorted(
@@ -167,10 +160,7 @@ def test_the_same_as_scoring_everything_at_the_end(home, tmp_path, reward):
 
 
 class Hearing:
-    """A listener that keeps the texts of the responses."""
-
-    def __init__(self):
-        self.texts, self.complete = {}, []
+    """A listener, whose ``arrived`` a test sets."""
 
     def during(self, groups):
         return nullcontext()
@@ -178,11 +168,8 @@ class Hearing:
     def wants_each(self, prompts):
         return False
 
-    def arrived(self, samples):
-        self.texts |= {(i, sample.index): sample.text for i, sample in samples}
-
     def finished(self, group):
-        self.complete.append(group)
+        """Hear of whole groups elsewhere."""
 
 
 def steady(done):

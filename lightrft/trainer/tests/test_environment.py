@@ -117,7 +117,8 @@ def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path
     made.sync_weights(0)
     group = ResponseGroup.new(0, made.loader.dataset[0], 1)
     begun = made.tokenizer.encode("b" + ANSWER)
-    group.responses[0].add(Completion(begun, [-1.0] + [0.0] * (len(begun) - 1), "abort", [(1, len(begun))]), 0)
+    group.responses[0].add(Completion(begun[:1], [-1.0], "abort"), 0)
+    group.responses[0].give(begun[1:])
     made.prepared["actor"].model.eval()
     made.maker.advance([group], "draw", 1, set())
     assert all(text.startswith("b" + ANSWER) for _, text in made.maker.environment.asked)
@@ -127,16 +128,16 @@ def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path
 def test_answers_have_no_blank_of_the_tokenizer_before_them():
     """Which puts one before every text; the environment's own stays. A stop string is its token in a text."""
     tokenizer, prompt = metaspace(), Prompt("u", [1], "a")
-    done = Completion(tokenizer.encode("b]"), [0.0] * 3, "stop")
+    done = Segment(tokenizer.encode("b]"), [0.0] * 3)
     for answer in ("[7] ", " [7] "):
-        ask = next_turn(SimpleNamespace(turn=lambda *_: answer), tokenizer, lambda i, k: Episode(prompt, 0, k))
-        turn, again = (answered.result() for answered in ask([(0, 0, done), (0, 1, done)]))
-        assert "".join(tokenizer.convert_ids_to_tokens(turn.token_ids)) == answer.replace(" ", "▁")
+        ask = next_turn(SimpleNamespace(turn=lambda *_: answer), tokenizer)
+        turn, again = (answered.result() for answered in ask([Episode(prompt, 0, k, [done]) for k in range(2)]))
+        assert "".join(tokenizer.convert_ids_to_tokens(turn)) == answer.replace(" ", "▁")
         assert again == turn
     blank, heard = tokenizer.convert_tokens_to_ids("\u2581"), []
-    begun = Episode(prompt, 0, 0, [Segment([blank], [0.0])])
-    ask = next_turn(SimpleNamespace(turn=lambda _, text: heard.append(text)), tokenizer, lambda i, k: begun)
-    assert ask([(0, 0, done)])[0].result() is None and heard == ["  b]"], "what was drawn before keeps its blank"
+    begun = Episode(prompt, 0, 0, [Segment([blank], [0.0]), done])
+    ask = next_turn(SimpleNamespace(turn=lambda _, text: heard.append(text)), tokenizer)
+    assert ask([begun])[0].result() is None and heard == ["  b]"], "what was drawn before keeps its blank"
     stops = stop_token_ids(["]", "\n", " ["], tokenizer)
     assert tokenizer.convert_ids_to_tokens(stops) == ["]", "\n", "▁["]
 

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
+from lightrft.rollout import scheduler
 from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.boundary_tokenizers import byte_level, metaspace
+from lightrft.trainer import fast_exp_maker
 from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
 from lightrft.trainer.samples import decode, sample_seed, stop_token_ids
 from lightrft.types import Batch, Episode, Prompt
@@ -40,11 +42,11 @@ def test_naive_and_fast_make_the_same(home, tmp_path):
     assert not torch.equal(rollout(made, step=1).exp.token_ids, fast.exp.token_ids), "steps must differ"
 
 
-def test_fast_scores_before_all_groups_are_finished(home, tmp_path):
+def test_fast_scores_before_all_groups_are_finished(home, tmp_path, monkeypatch):
     made, events = runs.ready(home, tmp_path), []
-    begin, generate = made.maker.rewards.begin, made.engine.generate
+    begin = made.maker.rewards.begin
     made.maker.rewards.begin = lambda responses: events.append(len(responses)) or begin(responses)
-    made.engine.generate = lambda *a: (generate(*a), events.append("generated"))[0]
+    monkeypatch.setattr(fast_exp_maker, "generate", lambda *a: (scheduler.generate(*a), events.append("generated"))[0])
     rollout(made)
     assert events == [2] * 4 + ["generated"], "what is decided here waits for its group"
 
@@ -166,8 +168,10 @@ def test_a_response_keeps_the_blank_that_it_begins_with(tokenizer, context):
 
 def test_a_response_of_two_turns_has_two_runs_in_the_mask():
     prompt = Prompt("u", [5, 6], "ab")
-    done = Completion([7, 8, 20, 21, 9], [-0.1, -0.2, 0.0, 0.0, -0.3], "length", [(2, 4)])
-    exp = Batch.of([Episode.of(prompt, 0, 0, done, 3)])
+    episode = Episode.of(prompt, 0, 0, Completion([7, 8], [-0.1, -0.2], "stop"), 3)
+    episode.give([20, 21])
+    episode.add(Completion([9], [-0.3], "length"), 3)
+    exp = Batch.of([episode])
     assert exp.loss_mask.tolist() == [False, False, True, True, False, False, True]
     assert exp.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3] and torch.equal(exp.drawn, exp.loss_mask)
     assert exp.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, -0.3])

@@ -26,7 +26,7 @@ def traced(home, folder, offload=True, **options):
         setattr(owner, method, noted)
 
     for owner, method, word in ((trainer.strategy, "offload", "away"), (trainer.strategy, "reload", "back"),
-                                (trainer.engine, "generate", "generate"), (trainer.engine, "update_weights", "sync"),
+                                (trainer.engine, "submit", "generate"), (trainer.engine, "update_weights", "sync"),
                                 (trainer.engine, "sleep", "sleep"), (trainer.engine, "wake", "wake")):
         note(owner, method, word)
     for prepared in trainer.prepared.values():

@@ -1,6 +1,8 @@
 """``--overlap_passes``: the same numbers as without, from passes that run while the engine still generates."""
 import re
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,16 +63,15 @@ def test_rewards_and_passes_start_before_generation_ends(engine, home, tmp_path)
     else:
         made = trainer(home, tmp_path)
     steps, seen, begun, at = count_steps(made.engine), [], threading.Event(), {"begin": [], "pass": []}
-    generate, begin = made.engine.generate, made.maker.rewards.begin
+    begin = made.maker.rewards.begin
     made.prepared["actor"].model.register_forward_pre_hook(
         lambda *_: (seen.append(threading.current_thread().name), begun.set())[1])
     made.maker.rewards.begin = lambda them: at["begin"].extend([steps[0]] * len(them)) or begin(them)
 
-    def patient(requests, sampling, finished, arrived, turns):
-        return generate(requests, sampling, lambda i, done:
-                        (finished(i, done), begun.wait(30), at["pass"].append(steps[0]))[0], arrived, turns)
-
-    made.engine.generate = patient
+    made.maker.listeners.append(
+        SimpleNamespace(during=lambda groups: nullcontext(), wants_each=lambda prompts: False,
+                        arrived=lambda samples: None,
+                        finished=lambda group: (begun.wait(30), at["pass"].append(steps[0]))))
     rollout(made)
     made.engine.shutdown()
     assert begun.is_set() and at["begin"][0] < at["pass"][0] < steps[0] and len(at["begin"]) == 16, (at, steps)
@@ -103,9 +104,7 @@ def test_an_error_in_either_thread_ends_the_run_with_its_own_message(where, home
     if where == "pass":
         made.prepared["critic"].model.register_forward_pre_hook(fail)
     else:
-        generate = made.engine.generate
-        made.engine.generate = lambda requests, sampling, finished, arrived, turns: generate(
-            requests, sampling, lambda *a: (finished(*a), fail())[0], arrived, turns)
+        made.engine.step = fail
     with pytest.raises(RuntimeError, match=f"{'a pass' if where == 'pass' else 'the engine'} went wrong"):
         rollout(made)
     assert made.timer.phase().startswith(("rollout", "overlapped_passes"))

@@ -112,14 +112,20 @@ def test_logprobs_are_those_of_the_weights_that_drew_each_token(home, tmp_path):
 def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
     """Cut off in the second of three turns; by a checkpoint in between too."""
     group = ResponseGroup.new(0, Prompt("u", [5, 6], "ab"), 1)
-    group.add([Completion([7, 20, 8], [-0.1, 0.0, -0.2], "abort", [(1, 2)])], 3, [0])
+    response = group.responses[0]
+    response.add(Completion([7], [-0.1], "stop"), 3)
+    response.give([20])
+    response.add(Completion([8], [-0.2], "abort"), 3)
     state = json.loads(json.dumps(group.state()))
     earlier = state | {"responses": [{"token_ids": [7, 20, 8], "logprobs": [-0.1, 0.0, -0.2], "finish_reason": "abort",
                                       "appended": [[1, 2]], "weight_versions": [3, -1, 3]}]}  # yapf: disable
     begun, group = group, ResponseGroup.load(state)
     assert ResponseGroup.load(earlier) == group, "a checkpoint of an earlier version"
     assert group.responses[0].segments == begun.responses[0].segments
-    group.add([Completion([9, 21, 22, 4], [-0.3, 0.0, 0.0, -0.4], "stop", [(1, 3)])], 4, [0])
+    response = group.responses[0]
+    response.add(Completion([9], [-0.3], "stop"), 4)
+    response.give([21, 22])
+    response.add(Completion([4], [-0.4], "stop"), 4)
     sample, = group.renumbered(0)
     assert sample.token_ids == [5, 6, 7, 20, 8, 9, 21, 22, 4]
     assert sample.loss_mask == [False, False, True, False, True, True, False, False, True]

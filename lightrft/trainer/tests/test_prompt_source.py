@@ -121,12 +121,11 @@ def test_a_group_that_masking_empties_is_not_accepted(home, tmp_path):
 def test_seeds_never_repeat(home, tmp_path):
     """The same prompt again (next episode) or another prompt of the same round: other noise."""
     made = run(home, tmp_path, max_steps=1).trainer
-    requests = [
-        request for step in ("draw", 0)
-        for request in made.maker._requests([ResponseGroup.new(*draw, 3)
-                                             for draw in made.loader.draw(2 * PROMPTS)], step)
-    ]
-    seeds = [seed for request in requests for seed in request.seeds]
+    seeds = []
+    for step in ("draw", 0):
+        groups = [ResponseGroup.new(*draw, 3) for draw in made.loader.draw(2 * PROMPTS)]
+        made.maker.seed(groups, step)
+        seeds += [response.seed for group in groups for response in group.responses]
     assert len(set(seeds)) == len(seeds) == 4 * PROMPTS * 3
 
 

@@ -1,0 +1,141 @@
+"""Episodes of several callers on one engine: each is what it is alone, and is heard of once."""
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.scheduler import generate, Quota, Scheduler
+from lightrft.rollout.tests.test_hf_engine import engine, requests
+from lightrft.tests.support.turns import PARAMS
+from lightrft.types import Episode, Key, Prompt
+
+GREEDY = replace(PARAMS, temperature=0.0)
+
+
+def episodes(role="sample", groups=6):
+    """Unfinished episodes of the prompts that the tests of engines share."""
+    return [Episode(Prompt(str(i), request.token_ids, ""), i, j, role=role, seed=seed)
+            for i, request in enumerate(requests()[:groups]) for j, seed in enumerate(request.seeds)]  # yapf: disable
+
+
+def alone(role="sample", params=PARAMS, groups=6, next_turn=None):
+    """The episodes of one caller, by key."""
+    asked = episodes(role, groups)
+    generate(engine(), asked, params, next_turn)
+    return {episode.key: episode for episode in asked}
+
+
+def same(found, expected):
+    for episode in found:
+        other = expected[episode.key]
+        assert (episode.response_ids, episode.loss_mask, episode.finish_reason) == (
+            other.response_ids, other.loss_mask, other.finish_reason), episode.key
+        assert episode.logprobs == pytest.approx(other.logprobs, abs=2e-6)
+
+
+def test_two_callers_share_an_engine_and_lose_nothing():
+    """One generates to the end while samples of the other are open, of the same prompts and numbers; the other hears
+    of all of its own afterwards, once."""
+    shared, samples, greedy, heard = engine(), episodes(), episodes("greedy"), []
+    with Scheduler.of(shared).submit(samples, PARAMS) as run:
+        heard += run.step().episodes + run.step().episodes
+        generate(shared, greedy, GREEDY)
+        while run.wanted:
+            heard += run.step().episodes
+    assert sorted(each.key for each in heard) == sorted(each.key for each in samples) and len(heard) > 9
+    assert Key("sample", 1, 0) in {each.key for each in heard}
+    same(samples, alone())
+    same(greedy, alone("greedy", GREEDY))
+
+
+def test_a_run_that_another_caller_has_finished_still_reports():
+    shared, few = engine(), episodes(groups=1)
+    with Scheduler.of(shared).submit(few, replace(PARAMS, max_new_tokens=1)) as run:
+        generate(shared, episodes("evaluation"), PARAMS)
+        assert run.wanted and not any(each.open for each in few)
+        finished = run.step()
+        assert finished.episodes == few and finished.groups == [few] and not run.wanted
+
+
+def test_a_quota_cuts_and_the_rest_goes_on():
+    """With an evaluation under way on the same engine, which the end of the run does not touch."""
+    shared, samples, held_out, quota = engine(), episodes(), episodes("evaluation"), Quota(2, {5})
+
+    def heard(finished):
+        quota.finished |= {group[0].group_id for group in finished.groups}
+        assert all(not each.open for group in finished.groups for each in group)
+        return quota.met
+
+    with Scheduler.of(shared).submit(held_out, PARAMS) as run:
+        generate(shared, samples, PARAMS, heard=heard)
+        cut = [each for each in samples if each.open]
+        assert cut and any(each.segments for each in cut) and 5 in quota.finished and len(quota.finished) >= 2
+        begun = {each.key: each.response_ids for each in cut}
+        generate(shared, cut, PARAMS)
+        while run.wanted:
+            run.step()
+    assert all(each.response_ids[:len(begun[each.key])] == begun[each.key] for each in cut)
+    same(samples, alone())
+    same(held_out, alone("evaluation"))
+
+
+def test_turns_of_a_run_that_ends_are_waited_for():
+    """They are part of the response, which resumes behind them."""
+    shared, asked, slow, answer = engine(), episodes(), ("sample", 0, 0), Future()
+
+    def turns(stopped):
+        return [answer if each.key == slow else None for each in stopped]
+
+    def heard(finished):
+        if finished.groups and Scheduler.of(shared).waiting:
+            answer.set_result([200, 201])
+            return True
+
+    generate(shared, asked, replace(PARAMS, max_new_tokens=30), turns, heard)
+    assert asked[0].key == slow and asked[0].open and asked[0].response_ids[-2:] == [200, 201]
+    assert asked[0].loss_mask[-3:] == [True, False, False]
+    assert not Scheduler.of(shared).flights and not Scheduler.of(shared).waiting
+
+
+def test_an_error_of_one_caller_leaves_the_others_alone():
+    shared, samples, other = engine(), episodes(), episodes("judge")
+
+    def broken(finished):
+        raise KeyError("reward")
+
+    with Scheduler.of(shared).submit(samples, PARAMS) as run:
+        with pytest.raises(KeyError, match="reward"):
+            generate(shared, other, PARAMS, heard=broken)
+        while run.wanted:
+            run.step()
+    same(samples, alone())
+    assert any(each.open for each in other) and not Scheduler.of(shared).flights
+
+
+def test_an_error_in_a_round_ends_all(monkeypatch):
+    shared, samples = engine(), episodes()
+    with Scheduler.of(shared).submit(samples, PARAMS) as run:
+        monkeypatch.setattr(shared, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(shared, episodes("canary"), PARAMS)
+        assert not run.wanted and not Scheduler.of(shared).flights
+    monkeypatch.undo()
+    generate(shared, samples := episodes(), PARAMS)
+    same(samples, alone())
+
+
+def test_the_first_temperature_is_that_of_each_caller():
+    """FIRE beside an evaluation without it."""
+    hot, shared = replace(PARAMS, temperature=0.7, first_temperature=8.0), engine()
+    samples, held_out = episodes(), episodes("evaluation")
+    with Scheduler.of(shared).submit(samples, hot) as run:
+        generate(shared, held_out, GREEDY)
+        while run.wanted:
+            run.step()
+    same(samples, alone(params=hot))
+    same(held_out, alone("evaluation", GREEDY))
+
+
+def test_nothing_is_submitted_for_nobody():
+    generate(engine(), [], SamplingParams(4), heard=lambda finished: 1 / 0)
