@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
 from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from lightrft.rollout.engine import (Answer, Completion, Continuation, Ended, Generated, Key, Request, RolloutEngine,
-                                     SamplingParams, SteppedEngine)
+from lightrft.models.vocabulary import check_ids
+from lightrft.rollout.engine import Generated, Key, Request, RolloutEngine, SamplingParams
 from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
 from lightrft.types import Episode, Prompt
-from lightrft.utils.errors import UserError
 from lightrft.utils.watchdog import tick
 
 _POLL_S = 1e-3  # between two looks at answers while all responses wait
@@ -79,71 +77,11 @@ def generate(engine: RolloutEngine, episodes: Sequence[Episode], params: Samplin
     Raises:
         UserError: ``next_turn`` gives a token that the model does not have.
     """
-    if not isinstance(engine, SteppedEngine):
-        Blocking(engine, episodes, next_turn, heard).generate(params)
-        return
     with Scheduler.of(engine).submit(episodes, params, next_turn) as run:
         while run.wanted:
             finished = run.step()
             if heard is not None and finished.episodes:
                 run.enough |= bool(heard(finished))
-
-
-class Blocking:
-    """Episodes on an engine that cannot be stepped yet: one call of its ``generate``, whose callbacks fill them."""
-
-    def __init__(self, engine: RolloutEngine, episodes: Sequence[Episode], next_turn: NextTurn | None,
-                 heard: Heard | None) -> None:
-        self.engine, self.next_turn, self.heard = engine, next_turn, heard
-        self.groups = _groups(episodes)
-        self.begun = [[episode.response_len for episode in group] for group in self.groups]
-
-    def generate(self, params: SamplingParams) -> None:
-        """Generate; all callbacks see episodes."""
-        turns = None if self.next_turn is None else self._turns
-        done = self.engine.generate([_request(group) for group in self.groups], params, self._finished, self._arrived,
-                                    turns)
-        for i, completions in enumerate(done):
-            for j, completion in enumerate(completions):
-                self._fill(i, j, completion)
-
-    def _fill(self, i: int, j: int, done: Completion) -> Episode:
-        """Append what ``done`` has more than the episode."""
-        episode, tokens = self.groups[i][j], [*zip(done.per_token(True, False), done.token_ids, done.logprobs)]
-        for drawn, run in groupby(tokens[episode.response_len - self.begun[i][j]:], itemgetter(0)):
-            _, token_ids, logprobs = map(list, zip(*run))
-            if drawn:
-                episode.add(Completion(token_ids, logprobs, "abort"), self.engine.weight_version)
-            else:
-                episode.give(token_ids)
-        episode.finish_reason = done.finish_reason
-        return episode
-
-    def _arrived(self, ended: Ended) -> None:
-        episodes = [self._fill(*each) for each in ended]
-        if self.heard is not None:
-            self.heard(Round(episodes, []))
-
-    def _finished(self, i: int, completions: list[Completion]) -> bool:
-        return self.heard is not None and bool(self.heard(Round([], [self.groups[i]])))
-
-    def _turns(self, ended: Ended) -> list[Answer]:
-        assert self.next_turn is not None
-        return [_Later(turn) for turn in self.next_turn([self._fill(*each) for each in ended])]
-
-
-class _Later:
-    """A turn as an answer of such an engine."""
-
-    def __init__(self, turn: Turn | PendingTurn) -> None:
-        self.turn = turn
-
-    def done(self) -> bool:
-        return _is_there(self.turn)
-
-    def result(self) -> Continuation | None:
-        turn = _result(self.turn)
-        return None if turn is None else Continuation(turn)
 
 
 @dataclass(eq=False)
@@ -323,10 +261,8 @@ class Scheduler:
         run, episode = flight = self.flights[key]
         if turn is None:
             return False
-        if turn and not 0 <= min(turn) <= max(turn) < self.engine.vocabulary:
-            raise UserError(f"the next turn of response {episode.index} to prompt {episode.group_id} has tokens "
-                            f"outside of the model's vocabulary of {self.engine.vocabulary}: the tokenizer is not the "
-                            "model's")
+        check_ids(f"the next turn of response {episode.index} to prompt {episode.group_id}", turn,
+                  self.engine.vocabulary)
         if len(turn) >= flight.room:
             episode.finish_reason = "length"
             return False

@@ -1,7 +1,7 @@
 """A plugin under which SGLang fails in the middle of a response; ``FAULT`` is that of fault_plugin.
 
 Of "raise" and "kill" the calls are passes of the model, and a rank is a scheduler's: of the first rank of an engine and
-those after it. Of "die" they are calls of ``generate``. It leaves a file ``fault``.
+those after it. Of "die" they are calls of ``submit``. It leaves a file ``fault``.
 ``FAULT=scheduler`` kills the scheduler of rank 1 in the middle of the rollout after the 20th update, once, and leaves
 the file that ``FAULT_MARK`` names.
 """
@@ -18,7 +18,7 @@ from lightrft.tests.support.fault_plugin import due
 
 UPDATES = 20
 _IN_MODEL = os.environ.get("FAULT", "").startswith(("raise", "kill"))
-_generate, _run_scheduler = SGLangEngine.generate, scheduler_patches.run_scheduler
+_submit, _run_scheduler = SGLangEngine.submit, scheduler_patches.run_scheduler
 
 
 def _strikes(folder: Path = Path()) -> str:
@@ -29,10 +29,10 @@ def _strikes(folder: Path = Path()) -> str:
     return kind
 
 
-def _harmed(engine: SGLangEngine, requests: Any, *args: Any) -> Any:
+def _harmed(engine: SGLangEngine, requests: Any, *args: Any, **kwargs: Any) -> Any:
     if not _IN_MODEL:
         _strikes()
-    return _generate(engine, requests, *args)
+    return _submit(engine, requests, *args, **kwargs)
 
 
 def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: Any, *args: Any) -> None:
@@ -50,14 +50,14 @@ def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: An
     _run_scheduler(shapes, parent, last_words, *args)
 
 
-def _scheduler_killed(engine: SGLangEngine, requests: Any, *args: Any) -> Any:
+def _scheduler_killed(engine: SGLangEngine, requests: Any, *args: Any, **kwargs: Any) -> Any:
     mark = Path(os.environ["FAULT_MARK"])
     if os.environ.get("RANK") == "1" and engine.weight_version == UPDATES and not mark.exists():
         mark.touch()
         threading.Timer(0.2, os.kill, (engine.native.processes[0].pid, signal.SIGKILL)).start()
-    return _generate(engine, requests, *args)
+    return _submit(engine, requests, *args, **kwargs)
 
 
-SGLangEngine.generate = _scheduler_killed if os.environ.get("FAULT") == "scheduler" else _harmed
+SGLangEngine.submit = _scheduler_killed if os.environ.get("FAULT") == "scheduler" else _harmed
 if _IN_MODEL:
     scheduler_patches.run_scheduler = partial(run_harmed, Path.cwd(), int(os.environ.get("RANK", "0")))

@@ -1,6 +1,6 @@
 """A plugin under which vLLM fails in the middle of a response; ``FAULT`` is that of fault_plugin.
 
-The calls are the passes of its model or, for "long", its calls of ``generate``. It leaves a file ``fault``.
+The calls are the passes of its model or, for "long", its calls of ``submit``. It leaves a file ``fault``.
 """
 import os
 import signal
@@ -14,7 +14,7 @@ from lightrft.rollout.vllm.engine import VLLMEngine
 from lightrft.tests.support.fault_plugin import due
 
 _LONG = os.environ.get("FAULT", "").startswith("long")
-_execute, _generate = GPUModelRunner.execute_model, VLLMEngine.generate
+_execute, _submit = GPUModelRunner.execute_model, VLLMEngine.submit
 
 
 def _strikes() -> str:
@@ -32,10 +32,10 @@ def _harmed(runner: Any, *args: Any, **kwargs: Any) -> Any:
     return _execute(runner, *args, **kwargs)
 
 
-def _lengthened(engine: VLLMEngine, requests: Any, *args: Any) -> Any:
+def _lengthened(engine: VLLMEngine, requests: Any, *args: Any, **kwargs: Any) -> Any:
     if _LONG and _strikes():
         requests = [*requests[:-1], replace(requests[-1], token_ids=requests[-1].token_ids * 99)]
-    return _generate(engine, requests, *args)
+    return _submit(engine, requests, *args, **kwargs)
 
 
-GPUModelRunner.execute_model, VLLMEngine.generate = _harmed, _lengthened
+GPUModelRunner.execute_model, VLLMEngine.submit = _harmed, _lengthened
