@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from lightrft.config.compat import ALIASES, grant_without, nearest, one_line_per_fact, refusal
-from lightrft.config.files import convert_options, load_config, plugins_of
+from lightrft.config.files import convert_options, plugins_of, read_options
 from lightrft.config.flags import add_tree
 from lightrft.config.help import Formatter, HELP, HelpAction
 from lightrft.config.layers import Layer, resolve
@@ -159,7 +159,7 @@ def _plugins_of(path: str) -> list[str]:
 
 
 def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: dict[str, Any], plugins: list[str],
-           further: Further) -> ParsedConfig:
+           further: Further, foreign: bool) -> ParsedConfig:
     known = [*options(tree), *ALIASES, *RESERVED]
     known += [f"no_{name}" for name, option in options(tree).items() if option.kind is bool]
     dotted = [(word, _of_verl(word, tree)) for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word)]
@@ -177,7 +177,7 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
         config = build(tree, with_models_of_runs(tree, values))
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    foreign = bool(granted) or any(re.search("is (not )?an option (here|of another)", text) for text in problems)
+    foreign |= bool(granted) or any(re.search("is (not )?an option (here|of another)", text) for text in problems)
     parsed = ParsedConfig(config, provenance, dry_run, plugins, plan_gpus, foreign=foreign)
     if problems:
         raise ConfigError([*problems, *_independent(further(parsed), problems, provenance)])
@@ -185,12 +185,17 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
 
 
 def _file_layers(path: str, tree: type, problems: list[str]) -> list[Layer]:
-    """Read a YAML file of options; what is wrong with it is added to ``problems``."""
+    """Read a YAML file of options; what is wrong with some of them is added to ``problems``.
+
+    Raises:
+        ConfigError: the file cannot be read, so that what else is wrong is not known.
+    """
     try:
-        return [Layer(f"yaml:{path}", load_config(path, tree))]
+        values, wrong = read_options(path, tree)
     except ConfigError as error:
-        problems += error.problems
-        return []
+        raise ConfigError([*problems, *error.problems]) from None
+    problems += wrong
+    return [Layer(f"yaml:{path}", values)]
 
 
 def _independent(further: Iterable[str], problems: list[str], provenance: Provenance) -> list[str]:
@@ -262,11 +267,13 @@ def parse_config(argv: Sequence[str] | None = None, prog: str | None = None, def
     """
     adopt_launcher()
     with exit_on_config_error(prog), each_line_once():
-        argv = in_own_flags(sys.argv[1:] if argv is None else argv, tree)
+        words = [*(sys.argv[1:] if argv is None else argv)]
+        argv = in_own_flags(words, tree)
         plugins = _plugins(argv)
         import_plugins(plugins, tree)  # first, because they may declare options
         given = _script_defaults(defaults, tree)
-        return _parse(_parser(prog, description, tree, given), argv, tree, given, plugins, further)._replace(prog=prog)
+        parsed = _parse(_parser(prog, description, tree, given), argv, tree, given, plugins, further, argv != words)
+        return parsed._replace(prog=prog)
 
 
 def parse_keywords(given: dict[str, Any], tree: type = Config, plugins: Plugins = (),

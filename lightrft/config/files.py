@@ -143,11 +143,21 @@ def load_config(path: str | Path, tree: type) -> dict[str, Any]:
     Raises:
         ConfigError: with every problem of the file: unknown keys (and the nearest known), wrong types, repeated keys.
     """
-    given = {key: value for key, value in _read(Path(path)).items() if key != "plugin"}
-    try:
-        return convert_options(given, tree)
-    except ConfigError as error:
-        raise ConfigError([f"--config {path}: {problem}" for problem in error.problems]) from None
+    values, problems = read_options(path, tree)
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def read_options(path: str | Path, tree: type) -> tuple[dict[str, Any], list[str]]:
+    """Read a YAML file as :func:`load_config` does; return the options that can be read, and what is wrong with others.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no mapping.
+    """
+    reader = _Reader(tree)
+    reader.document({key: value for key, value in _read(Path(path)).items() if key != "plugin"})
+    return reader.values, [f"--config {path}: {problem}" for problem in reader.problems]
 
 
 def to_yaml(config: Any, plugins: list[str] | None = None) -> str:

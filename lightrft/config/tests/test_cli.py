@@ -114,6 +114,16 @@ def test_remedies_name_only_real_flags(name: str) -> None:
             assert word[2:] in {*options(Config), "nproc-per-node", "nnodes"}, f"the remedy of --{name} names {word}"
 
 
+def test_a_wrong_key_of_a_file_hides_none_of_its_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are not missing; of a file that cannot be read nothing else is told."""
+    for text, told in (("pretrain: m\nprompt_data: d\nsead: 1", "unknown key sead"), ("pretrain: [", "cannot be read")):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(SystemExit):
+            parse_config(["--config", str(tmp_path / "c.yaml")], further=lambda parsed: parsed.config.missing())
+        err = capsys.readouterr().err
+        assert told in err and "missing" not in err and "problems" not in err, err
+
+
 def test_several_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     err = fails(capsys, ["--rolout_batch-size", "4", "--load_in_4bit", "true", "--no_shufle"])
     parts = ("did you mean --rollout_batch_size", "use --bf16", "did you mean --no_shuffle")
