@@ -26,7 +26,7 @@ from lightrft.config.schema import AlgorithmConfig, RewardConfig, StrategyConfig
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
+from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
 from lightrft.trainer.scores import fill_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, Prompt, Segment
@@ -52,9 +52,9 @@ def local_batch(rank: int, world: int, prompts: int, samples: int, tokens: int) 
     return Batch.cat(packs), scored
 
 
-def plan(lens: Tensor, strategy: StrategyBase) -> ReplayBuffer:
+def plan(lens: Tensor, strategy: StrategyBase) -> BatchPlan:
     """Plan mini-batches of a quarter of the batch."""
-    return ReplayBuffer(lens, len(lens) // 4, MicroBatchLimits(8, 1 << 30), strategy.rank, strategy.world_size, "0")
+    return BatchPlan(lens, len(lens) // 4, MicroBatchLimits(8, 1 << 30), strategy.rank, strategy.world_size, "0")
 
 
 def log_probs(exp: Batch) -> Tensor:
@@ -84,7 +84,7 @@ def moved(strategy: StrategyBase, exp: Batch, scored: list[Episode]) -> float:
     """Move each sequence to the rank that trains it."""
     shards = Shards(strategy, exp)
     numbers = shards.numbers
-    shards.move(plan(shards.lens, strategy).homes())
+    shards.move(plan(shards.lens, strategy).owned())
     for name in ("old_logprobs", "ref_logprobs"):
         vars(shards.exp)[name] = log_probs(shards.exp)
     calculator, batch = get_advantage_calculator(AlgorithmConfig(), RewardConfig(), 4096), shards.batch()

@@ -25,7 +25,7 @@ from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.logprob_pass import Pass
 from lightrft.trainer.overlapped_passes import PassThread
-from lightrft.trainer.replay_buffer import MicroBatchLimits
+from lightrft.trainer.batch_plan import MicroBatchLimits
 from lightrft.types import Batch, Episode, Prompt
 
 PROMPT = 128

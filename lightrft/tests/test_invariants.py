@@ -47,7 +47,7 @@ def test_the_cut_into_micro_batches_changes_nothing(name, home, tmp_path):
         trainer = build(home, tmp_path, max_epochs=2, micro_train_batch_size=rows, max_tokens_per_micro_batch=tokens,
                         **LOSSES[name])
         rollout = off_policy(trainer)
-        passes[cut] = len(rollout.buffer.epoch(0)[0].micro_batches)
+        passes[cut] = len(rollout.plan.epoch(0)[0].micro_batches)
         found[cut] = (*gradients(trainer, rollout), updated(trainer))
     assert (passes["1x8"], passes["8x1"], passes["pairs"]) == (1, 8, 4) and 2 < passes["token budget"] < 8
     whole = found.pop("1x8")

@@ -22,7 +22,7 @@ from lightrft.trainer.environment import Environment, next_turn
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
-from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
+from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
 from lightrft.trainer.samples import decode, respond, ResponseGroup, reward_input, sample_seed, sampling_params
 from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
@@ -166,7 +166,7 @@ class GenerationRun:
 class Rollout:
     """Rollout batch of all ranks, ready for the update. An empty one makes no update."""
     shards: Shards
-    buffer: ReplayBuffer
+    plan: BatchPlan
     episodes: list[Episode]  # those that this rank generated, with their scores
     numbers: list[int]  # their indices in the batch
     metrics: dict[str, float] = field(default_factory=dict)
@@ -319,10 +319,10 @@ class FastExperienceMaker:
         with self.timer("gather"):
             shards = Shards(self.strategy, exp)
             del exp  # its sequences are on other ranks now, or in the shards
-            numbers, buffer = shards.numbers, self.buffer(shards, step)
+            numbers, plan = shards.numbers, self.plan(shards, step)
             if self.logprobs.wanted(shards.size):  # else the update fetches what it trains
-                shards.move(buffer.homes())
-        self.logprobs.fill(shards, buffer, self.timer)
+                shards.move(plan.owned())
+        self.logprobs.fill(shards, plan, self.timer)
         episodes = scored()
         batch, owners = shards.batch(), BatchRanks(self.strategy, numbers, shards.size)
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
@@ -333,15 +333,15 @@ class FastExperienceMaker:
             metrics |= self.calculator(batch, kl_coef)
             shards.update(batch)
             metrics["rollout/kept_samples"] = (shards.kept > 0).sum().item()
-        return Rollout(shards, buffer, episodes, numbers.tolist(), metrics)
+        return Rollout(shards, plan, episodes, numbers.tolist(), metrics)
 
-    def buffer(self, shards: Shards, step: int) -> ReplayBuffer:
+    def plan(self, shards: Shards, step: int) -> BatchPlan:
         """Return the plan that cuts the rollout of a step into passes."""
         train = self.config.train
         data = self.strategy.mesh.data
-        return ReplayBuffer(shards.lens, train.train_batch_size, self.limits, data.index, data.size,
-                            f"{train.seed}/{step}", near=shards.near(self.config.shares_prompts),
-                            attention=cast(PackedModel, self.logprobs.actor.model).attention)
+        return BatchPlan(shards.lens, train.train_batch_size, self.limits, data.index, data.size,
+                         f"{train.seed}/{step}", shared=shards.shared_work(self.config.shares_prompts),
+                         attention=cast(PackedModel, self.logprobs.actor.model).attention)
 
 
 class NaiveExperienceMaker(FastExperienceMaker):

@@ -11,7 +11,7 @@ from lightrft.config.schema import Config
 from lightrft.models.packed_model import PackedModel
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.frozen_model import FrozenModel
-from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_shares, ReplayBuffer
+from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits, plan_shares
 from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
 from lightrft.utils.progress import phase
@@ -70,7 +70,7 @@ def run_passes(shards: Shards, passes: list[list[int]], model: Forward) -> Tenso
     A collective where the weights are sharded: ranks have equally many passes. Other held sequences get 0.
     """
     device, held = shards.strategy.device, shards.held
-    taken = [shards.take(part) for part in passes]
+    taken = [shards.micro_batch(part) for part in passes]
     found = [model(exp.to(device)).float() for exp in phase(taken, "passes", "micro-batch")]
     values = torch.cat(found, -1).cpu()  # one sync for all passes
     whole = torch.zeros(*values.shape[:-1], held.num_tokens)
@@ -118,17 +118,18 @@ class LogprobPass:
         names = self.config.forward_passes(num_samples, self.critic is not None)
         return [each for each in self.known if each.name in names]
 
-    def fill(self, shards: Shards, buffer: ReplayBuffer, timer: Timer) -> None:
+    def fill(self, shards: Shards, plan: BatchPlan, timer: Timer) -> None:
         """Compute the missing fields of this rank's sequences; a collective."""
         self.offloader.reload()
         exp = shards.exp
         if self.config.bypasses:
             exp.old_logprobs = exp.rollout_logprobs
         missing = [each for each in self.wanted(shards.size) if vars(exp)[each.fields[0]] is None]
-        passes = self._passes(buffer) if missing else []
+        passes = self._passes(plan) if missing else []
         for each in missing:
             with timer(each.name), each.during():
-                found = run_passes(shards, passes, each.forward)[..., :exp.num_tokens]  # without a borrowed dummy
+                found = run_passes(shards, passes,
+                                   each.forward)[..., :exp.num_tokens]  # without a dummy that was fetched
                 vars(exp).update(zip(each.fields, found))
         for frozen in (self.reference, self.teacher.prepared if self.teacher else None):
             if frozen is not None:  # the others are whole in the update all the same
@@ -160,7 +161,7 @@ class LogprobPass:
         return MicroBatchLimits(self.config.rollout.micro_rollout_batch_size or train.micro_train_batch_size,
                                 train.max_tokens_per_micro_batch)
 
-    def _passes(self, buffer: ReplayBuffer) -> list[list[int]]:
+    def _passes(self, plan: BatchPlan) -> list[list[int]]:
         if on_update_packs(self.config):
-            return [micro for mini in buffer.epoch(0) for micro in mini.micro_batches]
-        return plan_shares(buffer.homes(), buffer.lens, self.limits, buffer.near)[buffer.rank]
+            return [micro for mini in plan.epoch(0) for micro in mini.micro_batches]
+        return plan_shares(plan.owned(), plan.lens, self.limits, plan.shared)[plan.rank]

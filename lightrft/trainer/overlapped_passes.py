@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.logprob_pass import LogprobPass, Pass
-from lightrft.trainer.replay_buffer import MicroBatchLimits, take
+from lightrft.trainer.batch_plan import MicroBatchLimits, select_micro_batch
 from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.errors import CaptureException
 from lightrft.utils.timer import Timer
@@ -89,7 +89,7 @@ class PassThread:
         for pack in chain(iter(self._packs.get, []), repeat([])):
             if not self.strategy.any_rank(bool(pack)):
                 return
-            exp = Batch.of(pack) if pack else take(exp, [])  # every rank has a prompt
+            exp = Batch.of(pack) if pack else select_micro_batch(exp, [])  # every rank has a prompt
             values = torch.cat([each.forward(exp.to(self.strategy.device)) for each in self.passes]).float().cpu()
             if pack:
                 self.results.update(zip(exp.keys, values.split(exp.seq_lens.tolist(), 1)))

@@ -22,7 +22,7 @@ from lightrft.trainer.logprob_pass import run_passes
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import OptimizerStep, step_metrics, StepResult
 from lightrft.trainer.pretraining_loss import PretrainingLoss
-from lightrft.trainer.replay_buffer import gathered, MiniBatch
+from lightrft.trainer.batch_plan import gathered, MiniBatch
 from lightrft.trainer.checks.first_step import add_gaps, FIRST_KL, FIRST_RATIO, pass_metrics, SamePolicy
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.shards import BatchRanks, Shards
@@ -81,7 +81,7 @@ class PolicyUpdate:
             return {"policy": self._policy_loss(MetricSums(), denominators, coefs, False),
                     "critic": self._value_loss(MetricSums(), denominators)}  # yapf: disable
 
-        self.self_test.run(rollout.shards, rollout.buffer, self.norm, models, losses_of)
+        self.self_test.run(rollout.shards, rollout.plan, self.norm, models, losses_of)
 
     def _compare_engine(self, sums: MetricSums, exp: Experience) -> None:
         """Add the mismatch between the old log-probs of ``exp`` and those of the engine."""
@@ -94,9 +94,9 @@ class PolicyUpdate:
         """Add the mismatch of all samples if a pass ran before the update; else the first optimizer step adds it."""
         if rollout.exp.old_logprobs is None or self.config.bypasses:
             return
-        for mini in rollout.buffer.epoch(0):
+        for mini in rollout.plan.epoch(0):
             for part in mini.micro_batches:
-                self._compare_engine(sums, rollout.shards.take(part))
+                self._compare_engine(sums, rollout.shards.micro_batch(part))
 
     def _mismatch(self, sums: MetricSums) -> dict[str, float]:
         """Return ``rollout/mismatch/*``; only the number of tokens if it is 0."""
@@ -111,19 +111,19 @@ class PolicyUpdate:
         results: dict[str, list[StepResult]] = {"policy": [], "critic": []}
         shards, data = rollout.shards, self.strategy.mesh.data
         for epoch in range(self.config.train.max_epochs):
-            minis = rollout.buffer.epoch(epoch)
+            minis = rollout.plan.epoch(epoch)
             live_plans = [mini.of(live) for mini in minis]
             plans = live_plans if train_actor else []
-            forwarded += sum(map(rollout.buffer.tokens, plans))
+            forwarded += sum(map(rollout.plan.tokens, plans))
             if self.critic is not None or train_actor and self.selection.selects is not None:
                 plans = plans + [mini.plan for mini in minis]
-            shards.borrow(gathered(plans, data.size))
+            shards.fetch(gathered(plans, data.size))
             for number, (mini, live_plan) in enumerate(zip(minis, live_plans)):
                 denominators = mini.denominators(shards.kept, self.norm, self.config.algorithm.loss_agg_all_seqs)
                 losses = {}
                 if train_actor:
                     with self.timer("forward"):
-                        seed = sample_seed(rollout.buffer.seed, epoch, number)
+                        seed = sample_seed(rollout.plan.seed, epoch, number)
                         self.selection.mark(shards, mini, seed, fresh=not results["policy"])
                     losses["policy"] = self._policy_loss(sums, denominators, coefs, not results["policy"])
                 if self.critic is not None:
@@ -133,11 +133,11 @@ class PolicyUpdate:
                 if train_actor and self.balance:
                     losses["policy"] = self._balanced(losses["policy"], self.balance, sums)
                     with self.timer("forward"):
-                        self.balance.measure(shards.take, live_plan[data.index])
+                        self.balance.measure(shards.micro_batch, live_plan[data.index])
                 for name, loss_of in losses.items():
                     own = name == "policy"
                     passes = live_plan[data.index] if own else mini.micro_batches
-                    results[name].append(self.steps[name].run(self._prepared(name), shards.take, passes,
+                    results[name].append(self.steps[name].run(self._prepared(name), shards.micro_batch, passes,
                                                               denominators.tokens, loss_of, extra if own else None))
         return sums, results, forwarded
 

@@ -23,7 +23,7 @@ from lightrft.preflight.planned import limit_rows
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.optimizer_step import Passes
-from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
+from lightrft.trainer.batch_plan import MicroBatchLimits, plan_mini_batch, select_micro_batch
 from lightrft.trainer.offline.sft_trainer import pack_rows
 from lightrft.types import Experience
 
@@ -76,7 +76,7 @@ class PretrainingLoss:
         plan = plan_mini_batch(list(range(exp.num_seqs)), exp.lens, data.size, self.limits,
                                attention=cast(PackedModel, actor.model).attention)
         total = Denominators(exp.loss_mask.sum().item(), exp.num_seqs)
-        return PretrainingPasses(partial(take, exp), plan[data.index],
+        return PretrainingPasses(partial(select_micro_batch, exp), plan[data.index],
                                  lambda part: self._loss(actor, part, total, sums), exp.num_tokens)
 
     def _loss(self, actor: Prepared, part: Experience, total: Denominators, sums: MetricSums) -> Tensor:

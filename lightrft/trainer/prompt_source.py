@@ -120,7 +120,7 @@ class DynamicSource:
             step + 1, tally.drawn, self.config.algorithm.zero_spread, tally.rounds)
         shards = Shards(self.strategy, Batch.of([]))
         nothing = "rollout/prompts", "rollout/samples", "rollout/kept_samples", "rollout/mismatch/tokens"
-        return Rollout(shards, self.maker.buffer(shards, step), [], [], dict.fromkeys(nothing, 0))
+        return Rollout(shards, self.maker.plan(shards, step), [], [], dict.fromkeys(nothing, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the waiting groups of all ranks, in order, on rank 0, which writes them; a collective."""

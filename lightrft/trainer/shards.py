@@ -7,10 +7,10 @@ from torch import Tensor
 
 from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Ranks
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.replay_buffer import Near, take
+from lightrft.trainer.batch_plan import select_micro_batch, SharedWork
 from lightrft.types import Batch, NUMBERS, RolloutBatch
 
-Homes = list[list[int]]  # sequences of each rank
+Samples = list[list[int]]  # indices in the batch of the sequences of each rank
 
 
 class BatchRanks(Ranks):
@@ -49,10 +49,10 @@ class BatchRanks(Ranks):
 
 
 class Shards:
-    """Sequences of a rollout batch of all ranks. Construction and every method but :meth:`take` are collectives.
+    """Sequences of a rollout batch of all ranks. Construction and every method but :meth:`micro_batch` are collectives.
 
     Every rank knows the length and the owner of each sequence, so that all ranks make the same plan. Host memory per
-    rank is that of its own sequences, and of those that it borrows for an epoch.
+    rank is that of its own sequences, and of the copies that it fetches for an epoch.
 
     Args:
         exp: sequences that this rank has, each the sample ``indices`` of the group ``group_ids`` of the batch. Its
@@ -98,45 +98,46 @@ class Shards:
     def _slots_of(exp: Batch) -> dict[int, int]:
         return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
 
-    def near(self, share_prompts: bool) -> Near | None:
+    def shared_work(self, share_prompts: bool) -> SharedWork | None:
         """Return the work that samples of one group can share in a pass: with ``share_prompts`` their prompt, else the
         features of its media. None: nothing."""
         if share_prompts:
-            return Near(self.group_ids.tolist(), self._prompts.tolist())
+            return SharedWork(self.group_ids.tolist(), self._prompts.tolist())
         alone = -1 - torch.arange(self.size)
         numbers = torch.where(self.media > 0, self.group_ids, alone)
-        return Near(numbers.tolist(), [0] * self.size) if self.media.any() else None
+        return SharedWork(numbers.tolist(), [0] * self.size) if self.media.any() else None
 
-    def move(self, homes: Homes) -> None:
-        """Move every sequence to its home; ``homes[r]`` are those of rank r, ascending, each on one rank only."""
+    def move(self, owned: Samples) -> None:
+        """Move every sequence to the rank that is to own it; ``owned[r]`` are those of rank r, ascending, each on one
+        rank only."""
         if self.strategy.world_size == 1:
             return
-        self.exp = self._fetch(homes)
-        for rank, home in enumerate(homes):
-            for number in home:
+        self.exp = self._received(owned)
+        for rank, numbers in enumerate(owned):
+            for number in numbers:
                 self.owner[number] = rank
         self.ranks = BatchRanks(self.strategy, self.exp.sample_ids, self.size)
-        self.borrow(homes)
+        self.fetch(owned)
 
-    def borrow(self, wanted: Homes) -> None:
+    def fetch(self, wanted: Samples) -> None:
         """Fetch copies of the sequences ``wanted[r]`` that rank r does not own; earlier copies are dropped.
 
-        A rank without any sequence gets the shortest one: its empty micro-batches need a dummy (:func:`take`).
+        A rank without any sequence gets the shortest one: its empty micro-batches need a dummy
+        (:func:`select_micro_batch`).
         """
         if not self.size:
             return
         shortest = int(self.lens.argmin())
         owned = {rank: rank in self.owner for rank in range(len(wanted))}
-        guests = [sorted(number for number in {*want} if self.owner[number] != rank) or
+        copies = [sorted(number for number in {*want} if self.owner[number] != rank) or
                   [shortest] * (not owned[rank]) for rank, want in enumerate(wanted)]  # yapf: disable
         self.held = self.exp
-        if any(guests):
+        if any(copies):
             self._slots = self._slots_of(self.exp)
-            found = self._fetch(guests)
-            self.held = Batch.cat([self.exp, found])
+            self.held = Batch.cat([self.exp, self._received(copies)])
         self._slots = self._slots_of(self.held)
 
-    def _fetch(self, wanted: Homes) -> Batch:
+    def _received(self, wanted: Samples) -> Batch:
         """Return the sequences ``wanted[rank]`` of this rank, in ascending order, each from its owner."""
         rank = self.strategy.rank
         parts = self.strategy.exchange([
@@ -149,9 +150,9 @@ class Shards:
         """Return the positions in ``held`` of the sequences ``numbers`` of the batch."""
         return [self._slots[number] for number in numbers]
 
-    def take(self, part: list[int]) -> Batch:
+    def micro_batch(self, part: list[int]) -> Batch:
         """Return the sequences ``part`` of the batch, which this rank holds; an empty part is a dummy."""
-        return take(self.held, self.slots(part))
+        return select_micro_batch(self.held, self.slots(part))
 
     def collect(self, numbers: list[int]) -> Batch:
         """Return the sequences ``numbers``, in that order, on every rank. For a few: their memory is not divided."""

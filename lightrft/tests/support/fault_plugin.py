@@ -14,7 +14,7 @@ from lightrft.ops.aggregate import Denominators
 from lightrft.preflight.hardware import Device, Machine
 from lightrft.trainer import session
 from lightrft.trainer.logprob_pass import LogprobPass
-from lightrft.trainer.replay_buffer import MiniBatch
+from lightrft.trainer.batch_plan import MiniBatch
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 

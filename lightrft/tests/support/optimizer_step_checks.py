@@ -13,7 +13,7 @@ from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, StepResult, step_metrics
-from lightrft.trainer.replay_buffer import take
+from lightrft.trainer.batch_plan import select_micro_batch
 from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
@@ -65,7 +65,7 @@ class Case:
             last = self.strategy.rank == self.strategy.world_size - 1
             return spoil(loss, len(seen) - 1) if spoil and last else loss
 
-        return self.step.run(self.prepared, partial(take, self.exp), mine, kept, loss_of)
+        return self.step.run(self.prepared, partial(select_micro_batch, self.exp), mine, kept, loss_of)
 
     def weights(self) -> list[float]:
         """The full weight."""

@@ -18,7 +18,8 @@ from lightrft.config.schema import Config
 from lightrft.ops.aggregate import Denominators
 from lightrft.ops.segment import expand, segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
-from lightrft.trainer.replay_buffer import bind, MicroBatchLimits, MiniBatch, ReplayBuffer, plan_mini_batch, take
+from lightrft.trainer.batch_plan import (BatchPlan, bind, MicroBatchLimits, MiniBatch, plan_mini_batch,
+                                         select_micro_batch)
 from lightrft.trainer.shards import Shards
 from lightrft.types import Experience
 from lightrft.utils.env import available_memory, rng_state, set_rng_state
@@ -189,27 +190,27 @@ class SelfTest:
         self.due = set(models) if config.train.self_test else set()
         self._postponed = False  # True once the postponement is logged
 
-    def run(self, shards: Shards, buffer: ReplayBuffer, norm: float, prepared: dict[str, Prepared],
+    def run(self, shards: Shards, plan: BatchPlan, norm: float, prepared: dict[str, Prepared],
             losses_of: Callable[[Denominators], dict[str, LossOf]]) -> None:
         """Check the models of ``prepared`` that are due; a collective.
 
         Args:
-            shards: the rollout batch, with advantages; ``buffer`` plans it.
+            shards: the rollout batch, with advantages; ``plan`` plans it.
             norm: the constant of ``seq-mean-token-sum-norm``, in tokens.
             losses_of: the loss of a micro-batch for each model, given the denominators.
 
         Raises:
             SelfTestError: states both norms, the formula and the suspected denominator.
         """
-        samples = choose(shards, buffer.epoch(0)[0].units, SAMPLES * self.strategy.mesh.data.size)
+        samples = choose(shards, plan.epoch(0)[0].units, SAMPLES * self.strategy.mesh.data.size)
         batch = shards.collect(samples)
         due = [name for name in prepared if name in self.due and (name == "critic" or has_signal(batch))]
         if not due:
             return self._postpone("every advantage is 0")
         if len(samples) < 2:
             return self._postpone(f"the batch keeps {len(samples)} sample, so there is no second way to cut it")
-        bound = None if buffer.bound is None else [buffer.bound[i] for i in samples]
-        planned, other = cuts(batch.seq_lens.tolist(), self.strategy.mesh.data.size, buffer.limits, bound)
+        bound = None if plan.bound is None else [plan.bound[i] for i in samples]
+        planned, other = cuts(batch.seq_lens.tolist(), self.strategy.mesh.data.size, plan.limits, bound)
         if planned == other:
             return self._postpone("--max_tokens_per_micro_batch leaves no second way to cut the batch")
         kept = segment_sum(batch.loss_mask.double(), batch.cu_seqlens)
@@ -258,7 +259,7 @@ class SelfTest:
                    weight: Weight) -> dict[str, Tensor]:
         parts = cut.parts[self.strategy.mesh.data.index]
         for number, part in enumerate(parts):
-            loss = loss_of(take(batch, part).to(self.strategy.device)) * weight(part)
+            loss = loss_of(select_micro_batch(batch, part).to(self.strategy.device)) * weight(part)
             self.strategy.backward(loss, prepared, last=number == len(parts) - 1)
         return self.strategy.gradients(prepared)
 

@@ -24,7 +24,7 @@ from lightrft.trainer.load_balance import LoadBalance
 from lightrft.trainer.metric_sums import MetricSums
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.trainer.optimizer_step import none_applied, optim_spec, OptimizerStep, step_metrics
-from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, take
+from lightrft.trainer.batch_plan import MicroBatchLimits, plan_mini_batch, select_micro_batch
 from lightrft.trainer.run_log import RunLog
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.logging import get_logger
@@ -137,7 +137,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         name, sums = self.config.METRICS[0], MetricSums()
         with self.timer("update_other"):
             batch, parts = self._planned(next(self.loader))
-            micro_batch = partial(take, batch.exp)
+            micro_batch = partial(select_micro_batch, batch.exp)
             if self.balance:
                 self.balance.measure(micro_batch, parts)
             result = self.optimizer_step.run(self.actor, micro_batch, parts, batch.total,
@@ -157,7 +157,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
         for equal in _equal_parts(rows):
             batch, parts = self._planned(equal)
             for part in parts:
-                micro_batch = take(batch.exp, part).to(self.strategy.device)
+                micro_batch = select_micro_batch(batch.exp, part).to(self.strategy.device)
                 loss += self._counted(micro_batch, batch.total, sums).double().cpu() * batch.total
             total += batch.total
         return {"eval/loss": self.strategy.all_reduce(loss).item() / total} | self._means("eval", sums)

@@ -13,7 +13,7 @@ from lightrft.ops.segment import segment_sum
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.trainer.frozen_model import free_memory, FrozenModel
 from lightrft.trainer.offline.reference_cache import ReferenceCache
-from lightrft.trainer.replay_buffer import take
+from lightrft.trainer.batch_plan import select_micro_batch
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.progress import phase
 
@@ -31,7 +31,7 @@ def response_sums(strategy: StrategyBase, model: nn.Module, exp: Experience, par
     """Compute log-probs by ``model``, summed over the tokens in the loss: float64 [B] on the CPU of every rank."""
     found = []
     for part in phase(parts, "log-probs", "micro-batch"):
-        micro_batch = take(exp, part).to(strategy.device)
+        micro_batch = select_micro_batch(exp, part).to(strategy.device)
         found.append(summed(model(micro_batch)[0], micro_batch)[:len(part)])
     sums = torch.zeros(exp.num_seqs, dtype=torch.float64)
     sums[[index for part in parts for index in part]] = torch.cat(found).cpu()

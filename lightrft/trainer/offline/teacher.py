@@ -11,7 +11,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.materialize import Builder
 from lightrft.trainer.frozen_model import free_memory, FrozenModel
 from lightrft.trainer.offline.reference import Planner
-from lightrft.trainer.replay_buffer import take
+from lightrft.trainer.batch_plan import select_micro_batch
 from lightrft.trainer.offline.teacher_cache import TeacherCache
 from lightrft.types import Experience, MediaSource
 from lightrft.utils.progress import phase
@@ -82,7 +82,7 @@ class CachedTeacher:
 
     def _compute(self, live: LiveTeacher, exp: Experience, parts: list[list[int]]) -> None:
         for part in phase(parts, "teacher", "micro-batch"):
-            micro_batch = take(exp, part)
+            micro_batch = select_micro_batch(exp, part)
             logprobs, ids = (values.cpu() for values in live.taught(micro_batch.to(self.strategy.device)))
             if part:
                 self.cache.add(micro_batch, (logprobs, ids))

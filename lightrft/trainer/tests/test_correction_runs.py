@@ -47,7 +47,7 @@ def forwards(trainer, rollout):
     counted = []
     handle = trainer.prepared["actor"].model.register_forward_pre_hook(lambda *_: counted.append(1))
     rollout.exp.old_logprobs = None
-    trainer.maker.logprobs.fill(rollout.shards, rollout.buffer, trainer.timer)
+    trainer.maker.logprobs.fill(rollout.shards, rollout.plan, trainer.timer)
     passes, metrics = len(counted), trainer.update.run(rollout, 0, 0.0)
     handle.remove()
     return passes, metrics

@@ -18,7 +18,7 @@ from lightrft.tests.support.launch import launch
 from lightrft.trainer.checks import gradient_invariance as self_test
 from lightrft.trainer.checks.gradient_invariance import SelfTestError, choose, cuts, formula, off_policy
 from lightrft.trainer.ppo_update import PolicyUpdate
-from lightrft.trainer.replay_buffer import MicroBatchLimits
+from lightrft.trainer.batch_plan import MicroBatchLimits
 from lightrft.utils.env import rng_state
 from lightrft.utils.logging import get_logger
 

@@ -10,7 +10,7 @@ from lightrft.config.tree import extended
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny_task
 from lightrft.tests.support.launch import finish
-from lightrft.trainer.replay_buffer import MicroBatchLimits, ReplayBuffer
+from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
 from lightrft.types import Experience
 
 BUILT_IN = sorted(name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).fn.__module__.startswith("lightrft.algor"))
@@ -129,7 +129,7 @@ def test_a_batch_without_any_advantage_is_a_step_like_another(home, tmp_path):
 
 def test_every_rank_has_as_many_passes():
     lens = torch.tensor([9, 3, 7, 5, 8, 2, 6, 4])
-    buffers = [ReplayBuffer(lens, 4, MicroBatchLimits(1, 100), rank, 3, "s") for rank in range(3)]
+    buffers = [BatchPlan(lens, 4, MicroBatchLimits(1, 100), rank, 3, "s") for rank in range(3)]
     for live in (torch.zeros(8).bool(), torch.arange(8) < 5, torch.arange(8) == 3, torch.ones(8).bool()):
         for minis in zip(*(buffer.epoch(0) for buffer in buffers)):
             passes = [mini.of(live)[rank] for rank, mini in enumerate(minis)]

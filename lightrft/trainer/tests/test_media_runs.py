@@ -92,7 +92,7 @@ def test_passes_run_the_tower_once_per_picture(straight, home, options, tmp_path
     hook.remove()
     generated, passes = seen[0], seen[1:]
     assert generated == 3, "one prefill for three pictures"
-    parts = [part for mini in rollout.buffer.epoch(0) for part in mini.micro_batches]
+    parts = [part for mini in rollout.plan.epoch(0) for part in mini.micro_batches]
     unique = [len({key for i in part for key in rollout.exp.media[i]}) for part in parts]
     assert passes == [count for count in unique if count], "old log-probs; the reference is another model"
     assert sum(unique) < sum(map(len, rollout.exp.media)) / 2 == 8

@@ -33,7 +33,7 @@ def test_steps_are_epochs_times_mini_batches(home, tmp_path, options, steps):
 
 def test_the_plan_knows_the_cost_of_attention(home, tmp_path):
     trainer, rollout = made(home, tmp_path)
-    assert rollout.buffer.attention == trainer.prepared["actor"].model.attention > 0
+    assert rollout.plan.attention == trainer.prepared["actor"].model.attention > 0
 
 
 def test_the_reported_loss_is_the_mean_over_steps(home, tmp_path):
@@ -41,7 +41,7 @@ def test_the_reported_loss_is_the_mean_over_steps(home, tmp_path):
     trainer, rollout = made(home, tmp_path, advantage_estimator="reinforce", train_batch_size=4,
                             actor_learning_rate=1e-9)
     expected = []
-    for mini in rollout.buffer.epoch(0):
+    for mini in rollout.plan.epoch(0):
         part = rollout.exp.select(mini.samples)
         expected.append(-part.advantages[part.loss_mask].mean().item())
     metrics = update(trainer, rollout)

@@ -25,7 +25,7 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import number_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.prompt_source import DynamicSource
-from lightrft.trainer.replay_buffer import MicroBatchLimits, plan_mini_batch, ReplayBuffer
+from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits, plan_mini_batch
 from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.scores import fill_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
@@ -73,8 +73,8 @@ def mine(strategy):
 
 def shards_of(strategy):
     shards = Shards(strategy, Batch.of([sample(number) for number in mine(strategy)]))
-    buffer = ReplayBuffer(shards.lens, 4, MicroBatchLimits(2, 1000), strategy.rank, strategy.world_size, "0")
-    shards.move(buffer.homes())
+    buffer = BatchPlan(shards.lens, 4, MicroBatchLimits(2, 1000), strategy.rank, strategy.world_size, "0")
+    shards.move(buffer.owned())
     return shards, buffer
 
 
@@ -92,18 +92,18 @@ def check(exp, numbers):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_every_sequence_moves_to_its_home(ranks):
+def test_every_sequence_moves_to_its_owner(ranks):
 
     def work(strategy):
         shards, buffer = shards_of(strategy)
-        check(shards.exp, buffer.homes()[strategy.rank])
+        check(shards.exp, buffer.owned()[strategy.rank])
         for mini in buffer.epoch(0):
             for part in mini.micro_batches:
                 if part:
-                    check(shards.take(part), part)
+                    check(shards.micro_batch(part), part)
                 else:
-                    assert not shards.take(part).loss_mask.any(), "a dummy, also where no sequence lives"
-        return buffer.homes()[strategy.rank]
+                    assert not shards.micro_batch(part).loss_mask.any(), "a dummy, also where no sequence lives"
+        return buffer.owned()[strategy.rank]
 
     homes = World(ranks).run(work)
     assert sorted(number for home in homes for number in home) == list(range(GROUPS * SIZE))
@@ -134,7 +134,7 @@ def test_groups_may_differ_in_size(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_an_epoch_borrows_what_it_trains_and_returns_it(ranks):
+def test_an_epoch_fetches_what_it_trains_and_drops_it(ranks):
 
     def work(strategy):
         shards, buffer = shards_of(strategy)
@@ -142,13 +142,13 @@ def test_an_epoch_borrows_what_it_trains_and_returns_it(ranks):
         for epoch in (1, 2):
             plans = [mini.plan for mini in buffer.epoch(epoch)]
             wanted = [sorted({i for plan in plans for part in plan[rank] for i in part}) for rank in range(ranks)]
-            shards.borrow(wanted)
+            shards.fetch(wanted)
             for number in wanted[strategy.rank]:
-                one = shards.take([number])
+                one = shards.micro_batch([number])
                 check(one, [number])
                 assert torch.equal(one.old_logprobs, one.rollout_logprobs * 2), "a field that was set after the move"
-        shards.borrow(buffer.homes())
-        return shards.held.num_seqs, len(buffer.homes()[strategy.rank])
+        shards.fetch(buffer.owned())
+        return shards.held.num_seqs, len(buffer.owned()[strategy.rank])
 
     for held, home in World(ranks).run(work):
         assert held == max(home, 1), "copies of an epoch are kept"
@@ -182,9 +182,9 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
         samples = [sample(number) for number in reversed(mine(strategy))]
         rollout = maker.complete(Batch.of(samples), lambda: [scored(s.group_id * SIZE + s.index) for s in samples], 0)
         before = len(exchanges)
-        rollout.shards.borrow(rollout.buffer.homes())
-        for number in rollout.buffer.homes()[strategy.rank]:
-            found = rollout.shards.take([number])
+        rollout.shards.fetch(rollout.plan.owned())
+        for number in rollout.plan.owned()[strategy.rank]:
+            found = rollout.shards.micro_batch([number])
             assert found.token_ids.tolist() == sample(number).token_ids
             assert kl == 0.0 or torch.equal(found.ref_logprobs, found.token_ids / 10.0)
         return before, len(exchanges) - before, rollout.exp.sample_ids.tolist() == mine(strategy)
@@ -233,7 +233,7 @@ def test_bound_sequences_share_a_micro_batch():
             assert sorted(where) == list(range(10)) and len({len(parts) for parts in plan}) == 1
             for unit in set(bound):
                 assert len({where[i] for i in range(10) if bound[i] == unit}) == 1, (limits, ranks, plan)
-    buffer = ReplayBuffer(torch.tensor(lens), 2, MicroBatchLimits(2, 1000), 0, 1, "s", bound)
+    buffer = BatchPlan(torch.tensor(lens), 2, MicroBatchLimits(2, 1000), 0, 1, "s", bound)
     for epoch in (0, 1):
         minis = buffer.epoch(epoch)
         assert sorted(i for mini in minis for i in mini.samples) == list(range(10))
@@ -247,14 +247,14 @@ def test_bound_sequences_share_a_micro_batch():
 def test_the_self_test_keeps_bound_sequences_together(tmp_path):
     home = runs.write_home(tmp_path)
     trainer = runs.ready(home, tmp_path / "run", self_test=True, micro_train_batch_size=1)
-    plan, seen = trainer.maker.buffer, []
+    plan, seen = trainer.maker.plan, []
 
     def pairs(shards, step):
         buffer = plan(shards, step)
         buffer.bound = shards.group_ids.tolist()
         return buffer
 
-    trainer.maker.buffer = pairs
+    trainer.maker.plan = pairs
     loss_of = trainer.update.policy_loss.__call__
     trainer.update.policy_loss = lambda logprobs, entropy, exp, *args: seen.append(exp.group_ids.tolist()) or loss_of(
         logprobs, entropy, exp, *args)
@@ -365,5 +365,5 @@ def test_the_memory_benchmark_finds_the_same_advantages_with_less_traffic():
 
 def test_an_empty_batch_has_shards():
     shards, = World(1).run(lambda strategy: Shards(strategy, Batch.of([])))
-    shards.borrow([[]])
+    shards.fetch([[]])
     assert shards.size == 0 and shards.held.num_seqs == 0

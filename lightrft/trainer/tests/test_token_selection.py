@@ -75,7 +75,7 @@ def mark(home, folder, **options):
 
 def test_the_choice_is_among_the_tokens_of_the_mini_batch_under_the_current_policy(home, tmp_path):
     trainer, rollout = mark(home, tmp_path, temperature=0.5)
-    exp, (first, second), selection = rollout.exp, rollout.buffer.epoch(0), trainer.update.selection
+    exp, (first, second), selection = rollout.exp, rollout.plan.epoch(0), trainer.update.selection
     shards = rollout.shards
     calls = []
     trainer.prepared["actor"].model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -98,7 +98,7 @@ def test_the_choice_is_among_the_tokens_of_the_mini_batch_under_the_current_poli
 def test_a_loss_that_chooses_nothing_costs_nothing(home, tmp_path):
     trainer, rollout = mark(home, tmp_path)
     trainer.update.selection.selects = None
-    trainer.update.selection.mark(rollout.shards, rollout.buffer.epoch(0)[0], 0, fresh=False)
+    trainer.update.selection.mark(rollout.shards, rollout.plan.epoch(0)[0], 0, fresh=False)
     assert rollout.exp.selected is None
 
 

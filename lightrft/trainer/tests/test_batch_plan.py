@@ -4,12 +4,12 @@ import random
 import pytest
 import torch
 
-from lightrft.trainer import replay_buffer
-from lightrft.trainer.replay_buffer import (karmarkar_karp, MicroBatchLimits, mini_batches, Near, pass_tokens,
-                                            plan_mini_batch, rank_tokens, ReplayBuffer, take)
+from lightrft.trainer import batch_plan
+from lightrft.trainer.batch_plan import (BatchPlan, karmarkar_karp, MicroBatchLimits, mini_batches, pass_tokens,
+                                         plan_mini_batch, rank_tokens, select_micro_batch, SharedWork)
 from lightrft.types import Experience
 
-fill = replay_buffer._fill
+fill = batch_plan._fill
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
@@ -61,11 +61,11 @@ def test_a_limit_of_rows_costs_no_more_passes_than_it_must(samples, rows):
 def test_many_passes_are_planned_with_few_tries(monkeypatch):
     """Of 1,024 samples in 128 groups whose prompts are shared: about 200 passes, in place of 170 for whole groups."""
     tries = []
-    monkeypatch.setattr(replay_buffer, "_fill", lambda *args: tries.append(args[-1]) or fill(*args))
+    monkeypatch.setattr(batch_plan, "_fill", lambda *args: tries.append(args[-1]) or fill(*args))
     lens = [512 + min(8192, int(random.Random(i).lognormvariate(0, 0.8) * 2000)) for i in range(1024)]
-    limits, near = MicroBatchLimits(0, 16384), Near([i // 8 for i in range(1024)], [512] * 1024)
-    plan, = plan_mini_batch(list(range(1024)), lens, 1, limits, near=near)
-    assert all(limits.fit([[i] for i in part], lens, near) for part in plan)
+    limits, shared = MicroBatchLimits(0, 16384), SharedWork([i // 8 for i in range(1024)], [512] * 1024)
+    plan, = plan_mini_batch(list(range(1024)), lens, 1, limits, shared=shared)
+    assert all(limits.fit([[i] for i in part], lens, shared) for part in plan)
     assert len(plan) > min(tries) + 20 and len(tries) < 30
 
 
@@ -82,8 +82,8 @@ def test_attention_to_long_sequences_is_balanced():
 def test_mini_batches_do_not_depend_on_ranks_and_reshuffle_per_epoch():
     lens = torch.randint(5, 50, (24, ))
     limits = MicroBatchLimits(0, 100)
-    one = ReplayBuffer(lens, 8, limits, 0, 1, "s")
-    two = [ReplayBuffer(lens, 8, limits, rank, 2, "s") for rank in range(2)]
+    one = BatchPlan(lens, 8, limits, 0, 1, "s")
+    two = [BatchPlan(lens, 8, limits, rank, 2, "s") for rank in range(2)]
     assert [b.samples for b in one.epoch(0)] == [b.samples for b in two[1].epoch(0)]
     assert one.epoch(0) == one.epoch(0) and one.epoch(0) != one.epoch(1)
     for whole, *shares in zip(one.epoch(0), two[0].epoch(0), two[1].epoch(0)):
@@ -100,7 +100,7 @@ def test_mini_batches_cover_everything_once():
 def test_an_empty_part_is_a_sequence_without_rows(versions):
     exp = Experience(torch.arange(5), torch.tensor([0, 2, 5]),
                      torch.tensor([0, 1, 0, 1, 1]).bool(), weight_versions=versions)
-    dummy = take(exp, [])
+    dummy = select_micro_batch(exp, [])
     assert dummy.token_ids.tolist() == [0, 1], "the shortest"
     assert not dummy.loss_mask.any() and not dummy.drawn.any()
     assert exp.loss_mask.sum() == 3 == exp.drawn.sum(), "the batch itself stays"
@@ -111,43 +111,44 @@ def test_an_empty_part_is_a_sequence_without_rows(versions):
 def test_samples_of_one_prompt_stay_near_each_other(world, rows):
     """As far as limits and balance allow, so that a tower runs once for them; others are planned as before."""
     lens = [20 + i % 5 for i in range(64)]
-    near, limits = [i // 8 if i < 32 else -1 - i for i in range(64)], MicroBatchLimits(rows, 400)
+    shared, limits = [i // 8 if i < 32 else -1 - i for i in range(64)], MicroBatchLimits(rows, 400)
     order = random.Random(3).sample(range(64), 64)
-    plan = plan_mini_batch(order, lens, world, limits, near=Near(near, [0] * 64))
+    plan = plan_mini_batch(order, lens, world, limits, shared=SharedWork(shared, [0] * 64))
     assert sorted(i for parts in plan for part in parts for i in part) == list(range(64))
     assert all(limits.fit([[i] for i in part], lens) for parts in plan for part in parts)
     loads = [sum(lens[i] for part in parts for i in part) for parts in plan]
     assert max(loads) < 1.2 * min(loads)
-    passes = [len({n for n, part in enumerate(sum(plan, [])) if any(near[i] == group for i in part)})
+    passes = [len({n for n, part in enumerate(sum(plan, [])) if any(shared[i] == group for i in part)})
               for group in range(4)]  # yapf: disable
     assert max(passes) <= (1 if rows != 3 else 3)
     apart = plan_mini_batch(order, lens, world, limits)
-    spread = [len({n for n, part in enumerate(sum(apart, [])) if any(near[i] == group for i in part)})
+    spread = [len({n for n, part in enumerate(sum(apart, [])) if any(shared[i] == group for i in part)})
               for group in range(4)]  # yapf: disable
     assert sum(spread) > sum(passes)
 
 
 def test_one_prompt_is_divided_between_ranks():
-    lens, near = [10] * 8, [0] * 8
-    plan = plan_mini_batch(list(range(8)), lens, 4, MicroBatchLimits(0, 1000), near=Near(near, [0] * 8))
+    lens, shared = [10] * 8, [0] * 8
+    plan = plan_mini_batch(list(range(8)), lens, 4, MicroBatchLimits(0, 1000), shared=SharedWork(shared, [0] * 8))
     assert [[len(part) for part in parts] for parts in plan] == [[2]] * 4
 
 
 def test_a_shared_prompt_counts_once():
-    near = Near([0, 0, 1, 0], [6, 6, 7, 6])
-    assert pass_tokens([[0], [1, 2], [3]], [10] * 4, near) == 40 - 12 and pass_tokens([[1, 2]], [10] * 4, near) == 20
-    plan, = plan_mini_batch([0, 1, 2, 3], [10] * 4, 1, MicroBatchLimits(0, 18), near=near)
+    shared = SharedWork([0, 0, 1, 0], [6, 6, 7, 6])
+    assert pass_tokens([[0], [1, 2], [3]], [10] * 4, shared) == 40 - 12 and pass_tokens([[1, 2]], [10] * 4,
+                                                                                        shared) == 20
+    plan, = plan_mini_batch([0, 1, 2, 3], [10] * 4, 1, MicroBatchLimits(0, 18), shared=shared)
     assert sorted(map(sorted, plan)) == [[0, 1, 3], [2]], "three samples of one prompt are 6 + 3 * 4 tokens"
 
 
-@pytest.mark.parametrize("lens,near,together", [
-    ([30] * 16, Near([i // 8 for i in range(16)], [20] * 16), True),
-    ([11, 11, 11, 11, 12, 12, 12, 80], Near([0] * 4 + [1] * 4, [1] * 8), False),  # one token is not worth a slow rank
+@pytest.mark.parametrize("lens,shared,together", [
+    ([30] * 16, SharedWork([i // 8 for i in range(16)], [20] * 16), True),
+    ([11, 11, 11, 11, 12, 12, 12, 80], SharedWork([0] * 4 + [1] * 4, [1] * 8), False),  # not worth a slow rank
 ], ids=["long prompts", "short prompts"])  # yapf: disable
-def test_prompts_are_shared_unless_the_busiest_rank_computes_more(lens, near, together):
+def test_prompts_are_shared_unless_the_busiest_rank_computes_more(lens, shared, together):
     samples, limits = list(range(len(lens))), MicroBatchLimits(0, 1000)
-    plan = plan_mini_batch(samples, lens, 2, limits, near=near)
+    plan = plan_mini_batch(samples, lens, 2, limits, shared=shared)
     apart = plan_mini_batch(samples, lens, 2, limits)
-    assert max(rank_tokens(plan, lens, near)) <= max(rank_tokens(apart, lens, near))
+    assert max(rank_tokens(plan, lens, shared)) <= max(rank_tokens(apart, lens, shared))
     halves = [samples[:len(samples) // 2], samples[len(samples) // 2:]]
     assert (sorted(sorted(part) for part, in plan) == halves) == together

@@ -40,7 +40,7 @@ def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Near:
+class SharedWork:
     """Sequences of a batch that are cheaper in a shared forward pass.
 
     ``numbers`` [B]: sequences with the same number share work, because they have the same prompt, or the same media,
@@ -62,23 +62,23 @@ class MicroBatchLimits:
     rows: int
     tokens: int
 
-    def fit(self, units: list[list[int]], lens: list[int], near: Near | None = None) -> bool:
+    def fit(self, units: list[list[int]], lens: list[int], shared: SharedWork | None = None) -> bool:
         """Return True if the sequences of all ``units`` may share a forward pass."""
         if len(units) <= 1:
             return True
-        return (not self.rows or sum(map(len, units)) <= self.rows) and pass_tokens(units, lens, near) <= self.tokens
+        return (not self.rows or sum(map(len, units)) <= self.rows) and pass_tokens(units, lens, shared) <= self.tokens
 
-    def least(self, units: list[list[int]], lens: list[int], near: Near | None = None) -> int:
+    def least(self, units: list[list[int]], lens: list[int], shared: SharedWork | None = None) -> int:
         """Return a lower bound on the number of forward passes for the sequences of ``units``."""
         rows = sum(map(len, units))
-        bound = max(-(-pass_tokens(units, lens, near) // self.tokens), -(-rows // self.rows) if self.rows else 1)
+        bound = max(-(-pass_tokens(units, lens, shared) // self.tokens), -(-rows // self.rows) if self.rows else 1)
         return max(1, min(bound, len(units)))  # a unit beyond the limits is not divided
 
 
-def pass_tokens(units: Iterable[list[int]], lens: list[int], near: Near | None) -> int:
+def pass_tokens(units: Iterable[list[int]], lens: list[int], shared: SharedWork | None) -> int:
     """Count the tokens that a forward pass over ``units`` computes; a prompt that they share counts once."""
     samples = list(chain.from_iterable(units))
-    return sum(map(lens.__getitem__, samples)) - (0 if near is None else near.saved(samples))
+    return sum(map(lens.__getitem__, samples)) - (0 if shared is None else shared.saved(samples))
 
 
 def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
@@ -91,20 +91,20 @@ def bind(samples: list[int], bound: list[int] | None) -> list[list[int]]:
     return list(units.values())
 
 
-def pass_cost(units: Iterable[list[int]], lens: list[int], near: Near | None, attention: float) -> int:
+def pass_cost(units: Iterable[list[int]], lens: list[int], shared: SharedWork | None, attention: float) -> int:
     """Estimate the time of a forward pass over ``units``, in tokens that see nothing; ``attention`` as in
     :func:`plan_mini_batch`."""
     units = list(units)
     pairs = sum(lens[i]**2 for i in chain.from_iterable(units)) if attention else 0
-    return pass_tokens(units, lens, near) + round(attention * pairs)
+    return pass_tokens(units, lens, shared) + round(attention * pairs)
 
 
-def _divide(units: list[list[int]], lens: list[int], near: Near | None, parts: int,
+def _divide(units: list[list[int]], lens: list[int], shared: SharedWork | None, parts: int,
             attention: float) -> list[list[list[int]]]:
     """Divide units into ``parts`` lists of nearly equal cost."""
     if parts == 1:
         return [units]
-    weights = [pass_cost([unit], lens, near, attention) for unit in units]
+    weights = [pass_cost([unit], lens, shared, attention) for unit in units]
     return [[units[i] for i in part] for part in karmarkar_karp(weights, parts)]
 
 
@@ -127,18 +127,18 @@ def _fill(units: list[list[int]], weights: list[int], rows: int, parts: int) -> 
     return [[units[index] for index in sorted(part)] for part in found]
 
 
-def _cut(units: list[list[int]], lens: list[int], near: Near | None, limits: MicroBatchLimits,
+def _cut(units: list[list[int]], lens: list[int], shared: SharedWork | None, limits: MicroBatchLimits,
          parts: int) -> list[list[list[int]]]:
     """Return balanced parts (at least ``parts``) that respect the limits, as few as a short search finds.
 
     Counts are tried in growing steps, then between the last two: a batch may need hundreds more than the first one. A
     larger count that does not fit may hide a smaller one that does; 1 in 300 random batches got a part more.
     """
-    weights = [pass_tokens([unit], lens, near) for unit in units]
+    weights = [pass_tokens([unit], lens, shared) for unit in units]
     cut = cache(partial(_fill, units, weights, limits.rows))
 
     def fits(count: int) -> bool:
-        return all(limits.fit(part, lens, near) for part in cut(count))
+        return all(limits.fit(part, lens, shared) for part in cut(count))
 
     step = 1
     while not fits(parts + step - 1):
@@ -147,62 +147,65 @@ def _cut(units: list[list[int]], lens: list[int], near: Near | None, limits: Mic
     return cut(between.start + bisect_left(between, True, key=fits))
 
 
-def keep_near(units: list[list[int]], near: Near | None, lens: list[int], limits: MicroBatchLimits,
-              parts: int = 1) -> list[list[int]]:
-    """Merge units that are ``near`` each other up to the limits, and to an equal share of all tokens in each of
+def join_shared(units: list[list[int]], shared: SharedWork | None, lens: list[int], limits: MicroBatchLimits,
+                parts: int = 1) -> list[list[int]]:
+    """Merge units that have ``shared`` work, up to the limits, and to an equal share of all tokens in each of
     ``parts``; None: nothing is merged."""
-    if near is None:
+    if shared is None:
         return units
-    limits = MicroBatchLimits(limits.rows, min(limits.tokens, -(-pass_tokens(units, lens, near) // parts)))
+    limits = MicroBatchLimits(limits.rows, min(limits.tokens, -(-pass_tokens(units, lens, shared) // parts)))
     merged: list[list[int]] = []
     latest: dict[int, list[int]] = {}
     for unit in units:
-        group = latest.get(near.numbers[unit[0]])
-        if group is not None and limits.fit([group, unit], lens, near):
+        group = latest.get(shared.numbers[unit[0]])
+        if group is not None and limits.fit([group, unit], lens, shared):
             group += unit
         else:
-            latest[near.numbers[unit[0]]] = group = [*unit]
+            latest[shared.numbers[unit[0]]] = group = [*unit]
             merged.append(group)
     return merged
 
 
 def plan_mini_batch(samples: list[int], lens: list[int], world: int, limits: MicroBatchLimits,
-                    bound: list[int] | None = None, near: Near | None = None, attention: float = 0.0) -> Plan:
+                    bound: list[int] | None = None, shared: SharedWork | None = None, attention: float = 0.0) -> Plan:
     """Return ``[rank][micro-batch] -> sample indices`` for one mini-batch, with the cost balanced over ranks.
 
     Args:
         bound: a number per sequence of the batch; those with the same number share a micro-batch, whatever its limits.
-        near: what shares a micro-batch as far as its limits allow, unless the busiest rank then computes more.
+        shared: what shares a micro-batch as far as its limits allow, unless the busiest rank then computes more.
         attention: a sequence of n tokens costs ``n + attention * n**2``; 0 balances tokens.
     """
     units = bind(samples, bound)
-    merged = keep_near(units, near, lens, limits, world)
-    plan = _cut_shares(_divide(merged, lens, near, world, attention), lens, limits, near)
-    if near is None or not any(near.prompts) or len(merged) == len(units):
+    merged = join_shared(units, shared, lens, limits, world)
+    plan = _cut_shares(_divide(merged, lens, shared, world, attention), lens, limits, shared)
+    if shared is None or not any(shared.prompts) or len(merged) == len(units):
         return plan
-    apart = _cut_shares(_divide(units, lens, near, world, attention), lens, limits, near)
-    return min(plan, apart,
-               key=lambda each: max(sum(pass_cost([part], lens, near, attention) for part in parts) for parts in each))
+    apart = _cut_shares(_divide(units, lens, shared, world, attention), lens, limits, shared)
+    return min(
+        plan, apart,
+        key=lambda each: max(sum(pass_cost([part], lens, shared, attention) for part in parts) for parts in each))
 
 
-def rank_tokens(plan: Plan, lens: list[int], near: Near | None) -> list[int]:
+def rank_tokens(plan: Plan, lens: list[int], shared: SharedWork | None) -> list[int]:
     """Count the tokens that each rank computes in the forward passes of ``plan``."""
-    return [sum(pass_tokens([part], lens, near) for part in parts) for parts in plan]
+    return [sum(pass_tokens([part], lens, shared) for part in parts) for parts in plan]
 
 
-def plan_shares(shares: list[list[int]], lens: list[int], limits: MicroBatchLimits, near: Near | None = None) -> Plan:
+def plan_shares(shares: list[list[int]], lens: list[int], limits: MicroBatchLimits,
+                shared: SharedWork | None = None) -> Plan:
     """Plan :func:`plan_mini_batch` for samples that are divided over the ranks already."""
-    return _cut_shares([keep_near(bind(share, None), near, lens, limits) for share in shares], lens, limits, near)
+    return _cut_shares([join_shared(bind(share, None), shared, lens, limits) for share in shares], lens, limits, shared)
 
 
-def _cut_shares(shares: list[list[list[int]]], lens: list[int], limits: MicroBatchLimits, near: Near | None) -> Plan:
+def _cut_shares(shares: list[list[list[int]]], lens: list[int], limits: MicroBatchLimits,
+                shared: SharedWork | None) -> Plan:
     """Cut the units of each rank into micro-batches.
 
     Every rank has the same number of micro-batches (some may be empty), because sharded forward passes are collectives.
     """
-    cuts = [_cut(share, lens, near, limits, limits.least(share, lens, near)) for share in shares]
+    cuts = [_cut(share, lens, shared, limits, limits.least(share, lens, shared)) for share in shares]
     while (count := max(map(len, cuts))) > min(map(len, cuts)):
-        cuts = [cut if len(cut) == count else _cut(share, lens, near, limits, count)
+        cuts = [cut if len(cut) == count else _cut(share, lens, shared, limits, count)
                 for cut, share in zip(cuts, shares)]  # yapf: disable
     return [[[sample for unit in part for sample in unit] for part in cut] for cut in cuts]
 
@@ -214,7 +217,7 @@ def mini_batches(num_samples: int, size: int, seed: str) -> list[list[int]]:
     return [order[i:i + size] for i in range(0, num_samples, size)]
 
 
-def take(exp: Experience, part: list[int]) -> Experience:
+def select_micro_batch(exp: Experience, part: list[int]) -> Experience:
     """Return the sequences ``part``.
 
     An empty part becomes one sequence without tokens in the loss. Its forward and backward passes keep this rank in
@@ -265,7 +268,7 @@ class MiniBatch:
         return self.cut(samples) if len(samples) < len(self.samples) else self.plan
 
 
-class ReplayBuffer:
+class BatchPlan:
     """Plans the passes over one rollout batch; the same on every rank.
 
     Args:
@@ -274,13 +277,14 @@ class ReplayBuffer:
         limits: limits of one forward pass.
         seed: seed of the shuffles.
         bound: a number per sequence; those with the same number stay together (:func:`plan_mini_batch`).
-        near: what stays together where limits and balance allow.
+        shared: what stays together where limits and balance allow.
         attention: cost of attention, as in :func:`plan_mini_batch`.
     """
 
     def __init__(self, seq_lens: torch.Tensor, mini_batch_size: int, limits: MicroBatchLimits, rank: int, world: int,
-                 seed: str, bound: list[int] | None = None, near: Near | None = None, attention: float = 0.0) -> None:
-        self.lens, self.bound, self.near, self.attention = seq_lens.tolist(), bound, near, attention
+                 seed: str, bound: list[int] | None = None, shared: SharedWork | None = None,
+                 attention: float = 0.0) -> None:
+        self.lens, self.bound, self.shared, self.attention = seq_lens.tolist(), bound, shared, attention
         self.size, self.limits, self.rank, self.world, self.seed = mini_batch_size, limits, rank, world, seed
         self._epochs: dict[int, list[MiniBatch]] = {}
 
@@ -289,18 +293,18 @@ class ReplayBuffer:
         if number not in self._epochs:
             units = bind(list(range(len(self.lens))), self.bound)
             chosen = mini_batches(len(units), self.size, f"{self.seed}/{number}")
-            # no method: mini-batches must not refer to their buffer, or both wait for the garbage collector
+            # no method: mini-batches must not refer to their plan, or both wait for the garbage collector
             cut = partial(plan_mini_batch, lens=self.lens, world=self.world, limits=self.limits, bound=self.bound,
-                          near=self.near, attention=self.attention)  # yapf: disable
+                          shared=self.shared, attention=self.attention)  # yapf: disable
             self._epochs[number] = [MiniBatch([units[i] for i in part], cut, self.rank) for part in chosen]
         return self._epochs[number]
 
     def tokens(self, plan: Plan) -> int:
         """Count the tokens that all ranks compute in the forward passes of ``plan``."""
-        return sum(rank_tokens(plan, self.lens, self.near))
+        return sum(rank_tokens(plan, self.lens, self.shared))
 
-    def homes(self) -> list[list[int]]:
-        """Return the samples of each rank in the first epoch, ascending: a sequence lives where it is trained first."""
+    def owned(self) -> list[list[int]]:
+        """Return the samples that each rank owns, ascending: those that it trains in the first epoch."""
         if self.world == 1:  # no plan is needed to know it
             return [list(range(len(self.lens)))]
         return gathered([mini.plan for mini in self.epoch(0)], self.world)
