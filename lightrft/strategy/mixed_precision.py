@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightrft.utils.tensors import keeps_float32
 
 COMPUTE = torch.bfloat16
-PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their inputs and weights must have one type
+ONE_TYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)  # of inputs and weights
 
 
 class _Rounded(torch.autograd.Function):
@@ -65,7 +65,8 @@ def round_in_passes(model: nn.Module) -> None:
     """Let every module compute in bfloat16 with weights that are whole only during its own pass, as with ZeRO-3.
 
     They are rounded in each pass, and again where it is recomputed. What a pass reads of another module stays float32:
-    towers ask so for the type of their first layer, and cast pictures to it. Matrix products cast what they get.
+    towers ask so for the type of their first layer, and cast pictures to it; towers of sounds add the weights of their
+    positions. So modules that need :data:`ONE_TYPE` cast what they get.
     """
     for module in model.modules():
         if module._parameters and not keeps_float32(module):
@@ -75,7 +76,7 @@ def round_in_passes(model: nn.Module) -> None:
 
 def _show(module: nn.Module, args: Any) -> Any:
     vars(module).update({name: param.to(COMPUTE) for _, name, param in _own_slots(module)})
-    return tuple(map(_rounded, args)) if isinstance(module, PRODUCTS) else args
+    return tuple(map(_rounded, args)) if isinstance(module, ONE_TYPE) else args
 
 
 def _rounded(value: Any) -> Any:

@@ -3,6 +3,7 @@ import threading
 
 import pytest
 import torch
+from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
 
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models import attention
@@ -215,6 +216,21 @@ def test_rounding_in_each_pass_gives_the_same_numbers(checkpointing):
         assert loss.dtype == torch.float32
     assert_same(*({name: param.grad for name, param in each.named_parameters()} for each in (prepared.model, model)))
     assert not any(module._parameters.keys() & vars(module).keys() for module in model.modules()), "a copy is left"
+
+
+def test_rounding_in_each_pass_takes_a_tower_that_reads_weights_of_its_parts():
+    """Of its positions, which stay float32 and are added to what the layers are given."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 8,
+             "max_source_positions": 10}  # yapf: disable
+    tower = Qwen2AudioEncoder(Qwen2AudioEncoderConfig(**sizes)).eval()
+    features = torch.randn(1, 8, 20)
+    expected = tower(features).last_hidden_state
+    round_in_passes(tower)
+    rounded = tower(features).last_hidden_state
+    rounded.sum().backward()
+    assert rounded.dtype == HALF and tower.layers[0].fc1.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(rounded.float(), expected, atol=0.05, rtol=0.05)
 
 
 def test_only_what_is_frozen_is_rounded():
