@@ -8,8 +8,9 @@ from lightrft.utils.errors import install_command
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """Facts about an engine for its options, the checks and the doctor.
+class EngineCaps:
+    """Capabilities of an engine, for its options, the checks, the estimates and the doctor. The defaults are those of
+    an engine that generates with the trainer's own model.
 
     Attributes:
         title: its name in messages.
@@ -19,6 +20,18 @@ class EngineFacts:
         example: an entry of ``--engine_args``.
         decided: native arguments that follow from options -> the option to set instead.
         fixed: other native arguments that ranks, weights or sampling depend on; * is any text.
+        own_weights: it always holds weights of its own, computes features of media with them, and allocates its cache
+            when it starts; else only where the trainer's are divided between the ranks.
+        own_process: its work is in a process of its own, with another CUDA context.
+        measures_work: what passes and graphs take is measured, and comes from its share of the memory.
+        buckets: an update goes through a bucket of ``--sync_bucket_mib`` even if nothing has to be gathered.
+        adapters: updates may bring LoRA adapters apart from the base weights.
+        rounds_float32: its attention kernels always multiply float32 in TF32, on CUDA.
+        penalizes: it has a repetition penalty.
+        min_p_first: it applies min-p before top-p.
+        rope: RoPE types depending on the length for which it chooses the trainer's frequencies; None: all.
+        counts_media: it is started for a known number of media in a prompt.
+        reads_media: it reads decoded media, not only the tensors that the processor makes of them.
     """
     title: str
     install: str = ""
@@ -27,12 +40,23 @@ class EngineFacts:
     example: str = "name=value"
     decided: Mapping[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
+    own_weights: bool = False
+    own_process: bool = False
+    measures_work: bool = False
+    buckets: bool = False
+    adapters: bool = False
+    rounds_float32: bool = False
+    penalizes: bool = True
+    min_p_first: bool = False
+    rope: tuple[str, ...] | None = None
+    counts_media: bool = False
+    reads_media: bool = False
 
 
 # values of --engine_type; lightrft.rollout.engines has the convention for their folders
-ENGINES: dict[str, EngineFacts] = {
-    "hf": EngineFacts("the HF engine"),
-    "vllm": EngineFacts(
+ENGINES: dict[str, EngineCaps] = {
+    "hf": EngineCaps("the HF engine"),
+    "vllm": EngineCaps(
         "vLLM", f"{install_command('vllm')} (without CUDA: pip install --no-deps -r requirements-vllm.txt)",
         "from vllm.v1.engine.llm_engine import LLMEngine", 0.01, "max_num_batched_tokens=16384", {
             "model": "--pretrain", "dtype": "--bf16", "max_model_len": "--prompt_max_len and --generate_max_len",
@@ -43,8 +67,10 @@ ENGINES: dict[str, EngineFacts] = {
         }, ("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "generation_config",
             "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
             "*_context_parallel_size", "nnodes", "node_rank", "*lora*", "spec*", "logits_processors",
-            "watermark_config", "hf_overrides", "trust_remote_code")),
-    "sglang": EngineFacts(
+            "watermark_config", "hf_overrides", "trust_remote_code"),
+        own_weights=True, measures_work=True, adapters=True, rounds_float32=True, min_p_first=True, rope=("longrope", ),
+        counts_media=True, reads_media=True),
+    "sglang": EngineCaps(
         "SGLang", f"{install_command('sglang')}, in an environment without vLLM",
         "from sglang.srt.entrypoints.engine import Engine", 1e-6, "chunked_prefill_size=4096", {
             "model_path": "--pretrain", "dtype": "--bf16", "context_length": "--prompt_max_len and --generate_max_len",
@@ -54,7 +80,9 @@ ENGINES: dict[str, EngineFacts] = {
             "quantization": "--engine_quantization",
         }, ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
             "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
-            "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*", "trust_remote_code")),
+            "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*", "trust_remote_code"),
+        own_weights=True, own_process=True, buckets=True, rounds_float32=True, penalizes=False, rope=(),
+        counts_media=True),
 }  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 HF_KEPT_PART = 32  # on a GPU the cache stays while the engine sleeps if it takes at most this part of the memory
@@ -115,6 +143,11 @@ class EngineConfig:
         "--rollout_correction", ("none", "fp8"), read_by=("vllm", "sglang"))
     engine_args: list[str] = option([], "arguments passed to vLLM or SGLang itself, name=value, e.g. "
                                     "enforce_eager=true", read_by=("vllm", "sglang"))
+
+    @property
+    def caps(self) -> EngineCaps:
+        """What the engine can do."""
+        return ENGINES[self.engine_type]
 
     @property
     def longest(self) -> int:

@@ -42,7 +42,7 @@ class Conversation:
             return "this model takes text only"
         if "image" not in self.model.media.takes:
             return f"this model takes {', '.join(self.model.media.takes)} only"
-        if self.model.config.rollout.engine_type != "hf":
+        if self.model.config.rollout.caps.counts_media:
             return "pictures need --engine_type hf, because other engines are started for a known number of them"
         file = Path(path).expanduser()
         if not file.is_file():

@@ -89,7 +89,7 @@ class RunArithmetic(NamedTuple):
         the attention kernels of vLLM and SGLang always do."""
         tf32 = device != "cpu" and torch.get_float32_matmul_precision() != "highest"
         passes = Arithmetic(device, "bf16" if bf16 else "tf32" if tf32 else "float32", experts)
-        rounds = passes.kind == "float32" and device != "cpu" and cfg.engine_type != "hf"
+        rounds = passes.kind == "float32" and device != "cpu" and cfg.caps.rounds_float32
         coarser = cfg.engine_quantization if cfg.engine_quantization != "none" else "tf32" if rounds else passes.kind
         return cls(passes, replace(passes, kind=coarser))
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import yaml
 
 from lightrft.algorithms import ADVANTAGES
-from lightrft.config.engines import EngineConfig, EngineFacts, ENGINES, native_arguments
+from lightrft.config.engines import EngineConfig, EngineCaps, ENGINES, native_arguments
 from lightrft.config.layers import changed
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
@@ -27,11 +27,11 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
         yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
                f"{option.read_by[0]} or drop {option.flag}")
-    if ENGINES[engine].install:
+    if c.rollout.caps.install:
         yield from _native_engine(c, engine, cuda)
     elif c.rollout.fused_decode:
         yield from triton_kernels("fused_decode", cuda)
-    if engine != "sglang" and not c.strategy.divides_weights(world_size):
+    if not (c.rollout.caps.buckets or c.strategy.divides_weights(world_size)):
         yield from if_set(
             c, ["sync_bucket_mib"], f"has no effect with --engine_type {engine} if every rank holds all weights, "
             "because nothing is gathered; add --strategy fsdp or drop it")
@@ -50,7 +50,7 @@ def missing_engine(c: Config) -> Iterator[str]:
 
 
 def _adapters(c: Config, engine: str) -> Iterator[str]:
-    if engine != "vllm":
+    if not c.rollout.caps.adapters:
         yield (f"--lora_sync adapter: --engine_type {engine} takes only merged weights; add --engine_type vllm or drop "
                "it")
     if c.rollout.engine_quantization != "none":
@@ -62,7 +62,7 @@ def _offload(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     flag = "--offload_during_rollout true: "
     if not cuda:
         yield flag + "has no effect without CUDA, because there is only host memory; drop it"
-    elif c.rollout.engine_type == "hf" and not c.strategy.divides_weights(world_size):
+    elif not (c.rollout.caps.own_weights or c.strategy.divides_weights(world_size)):
         yield flag + "the hf engine generates with the trainer's own weights if a rank holds all of them; drop it"
     if c.strategy.fsdp_cpu_offload:
         yield flag + "has no effect with --fsdp_cpu_offload, which keeps everything off the device; drop one"
@@ -73,20 +73,20 @@ def _text(value: object) -> str:
 
 
 def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
-    r, facts = c.rollout, ENGINES[engine]
+    r, caps = c.rollout, c.rollout.caps
     if r.engine_kv_mib and list(changed(c, ["engine_mem_util"])):
         yield (f"--engine_mem_util {r.engine_mem_util:g}: has no effect with --engine_kv_mib {r.engine_kv_mib}, which "
                "sets the size of the cache; drop one")
     for name, value in (("temperature", r.temperature), ("eval_temperature", c.eval.eval_temperature),
                         ("first_token_temperature", r.first_token_temperature)):
-        if 0 < value < facts.coldest:
-            yield (f"--{name} {value:g}: {facts.title} does not sample below {facts.coldest:g}; nearest valid value: "
-                   f"{facts.coldest:g}")
-    if engine == "vllm" and r.top_p < 1 and r.min_p > 0:
-        yield (f"--min_p {r.min_p:g}: vLLM applies it before --top_p {r.top_p:g}, the hf and sglang engines after "
-               "it, so the distributions differ; drop one of the two")
+        if 0 < value < caps.coldest:
+            yield (f"--{name} {value:g}: {caps.title} does not sample below {caps.coldest:g}; nearest valid value: "
+                   f"{caps.coldest:g}")
+    if caps.min_p_first and r.top_p < 1 and r.min_p > 0:
+        yield (f"--min_p {r.min_p:g}: {caps.title} applies it before --top_p {r.top_p:g}, the hf and sglang engines "
+               "after it, so the distributions differ; drop one of the two")
     for entry in r.engine_args:
-        yield from _argument(entry, facts)
+        yield from _argument(entry, caps)
     for name, count in Counter(entry.partition("=")[0] for entry in r.engine_args).items():
         if count > 1:
             yield f"--engine_args {name}: is given {count} times; keep one of them"
@@ -94,13 +94,13 @@ def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
         yield from _needs_cuda(c, engine)
 
 
-def _argument(entry: str, facts: EngineFacts) -> Iterator[str]:
+def _argument(entry: str, caps: EngineCaps) -> Iterator[str]:
     name, _, value = entry.partition("=")
     if not value.strip() or not name.isidentifier():
-        yield f"--engine_args {entry}: expected name=value, e.g. {facts.example}"
-    elif name in facts.decided:
-        yield f"--engine_args {entry}: set {facts.decided[name]} instead"
-    elif any(fnmatchcase(name, pattern) for pattern in facts.fixed):
+        yield f"--engine_args {entry}: expected name=value, e.g. {caps.example}"
+    elif name in caps.decided:
+        yield f"--engine_args {entry}: set {caps.decided[name]} instead"
+    elif any(fnmatchcase(name, pattern) for pattern in caps.fixed):
         yield f"--engine_args {entry}: training depends on the default of this argument; drop it"
     else:
         yield from _unreadable(entry)
@@ -180,7 +180,7 @@ def overlap_problems(c: Config, world_size: int) -> Iterator[str]:
     if c.data.cache_features and c.strategy.divides_weights(world_size):
         yield (f"{flag}ranks with a sharded tower run it together for --cache_features, but start their passes in "
                "different orders; drop one of them")
-    shared = r.engine_type == "hf" and not c.strategy.divides_weights(world_size)
+    shared = not (r.caps.own_weights or c.strategy.divides_weights(world_size))
     if shared and c.model.lora_rank and c.algorithm.init_kl_coef:
         yield (f"{flag}the reference is the policy without its adapters (--lora_rank {c.model.lora_rank}), with which "
                "the hf engine, which has no copy of its own, generates meanwhile; add --engine_type vllm or drop it")

@@ -28,10 +28,9 @@ class InferencePreflight(Preflight):
     def engine_problems(self, world_size: int, cuda: bool, local_ranks: int) -> Iterator[str]:
         """Yield the problems of the engine that runs the models."""
         rl, penalty = self.config.as_config(), self.config.engine.repetition_penalty
-        if rl.rollout.engine_type == "sglang" and penalty != 1:
-            yield (
-                f"--repetition_penalty {penalty:g}: has no effect with --engine_type sglang; add --engine_type vllm or "
-                "drop it")
+        if not rl.rollout.caps.penalizes and penalty != 1:
+            yield (f"--repetition_penalty {penalty:g}: has no effect with --engine_type {rl.rollout.engine_type}; add "
+                   "--engine_type vllm or drop it")
         yield from engine_problems(rl, world_size, cuda)
         yield from shared_engine(rl.rollout, world_size, local_ranks)
 

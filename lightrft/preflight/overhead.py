@@ -44,7 +44,7 @@ def overhead(config: Tree, world_size: int, device: Device, shape: ModelShape | 
 def engine_rows(config: Config, world_size: int, device: Device, shape: ModelShape | None) -> dict[str, ByPhase]:
     """Return the rows of a rollout engine, while and between it generates."""
     r = config.rollout
-    if r.engine_type == "hf":
+    if not r.caps.own_weights:
         rows = hf_rows(config, world_size, device, shape)
         graphs, kept = hf_graph_bytes(config, rows, shape, device)
         return {"engine graphs, estimated": (graphs, *(graphs * (kept > 0) + kept, ) * 4),
@@ -52,11 +52,11 @@ def engine_rows(config: Config, world_size: int, device: Device, shape: ModelSha
                 "engine passes, estimated": (pass_bytes(config, rows, shape), 0, 0, 0, 0)}  # yapf: disable
     sequences = sequences_at_once(r, world_size, device.total)
     graphs = graph_bytes(r, sequences, shape.layers if shape else USUAL_LAYERS)
-    within = r.engine_type == "vllm" and not r.engine_kv_mib  # vLLM measures both, and takes them from its share
+    within = r.caps.measures_work and not r.engine_kv_mib
     awake, canary = not r.engine_sleep, r.sync_proof in ("canary", "both")
     inside = [within and there for there in (True, awake or r.overlap_passes, awake, awake, awake or canary)]
     first, *others = (graphs * (not counted) for counted in inside)
-    passes, own = 0.0 if within else pass_bytes(config, sequences, shape), r.engine_type == "sglang"
+    passes, own = 0.0 if within else pass_bytes(config, sequences, shape), r.caps.own_process
     return {"engine graphs, estimated": (first, *others),  # type: ignore[dict-item]  # five
             "engine passes, estimated": (passes, 0, 0, 0, passes * canary),
             "CUDA context, estimated": (CONTEXT * own, ) * 5,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
-from lightrft.config.engines import ENGINES
 from lightrft.config.schema import Config, EvalConfig, ModelConfig
 from lightrft.config.stages import length_problems, never_trained
 from lightrft.models.activations import ModelShape
@@ -68,12 +67,12 @@ class RLPreflight(TrainingPreflight):
 
     def further_estimates(self, machine: Machine, size: ModelSize | None) -> list[str]:
         """List the time of a step, the reward models, and what only the start of the engine can check."""
-        c, engine = self.config, self.config.rollout.engine_type
+        c, caps = self.config, self.config.rollout.caps
         lines = [time_line(c, machine.ranks, size, machine.gpu, self.trains_critic)]
         lines += self._reward_models(machine.ranks)
         lines += [f"warning: {text}" for text in missing_engine(c)]  # of a plan for another machine
         if c.rollout.engine_args:
-            lines.append(f"--engine_args: {ENGINES[engine].title} checks names and values when it starts, not here")
+            lines.append(f"--engine_args: {caps.title} checks names and values when it starts, not here")
         return lines
 
     def _reward_models(self, ranks: int) -> list[str]:
@@ -131,14 +130,14 @@ class RLPreflight(TrainingPreflight):
     def no_cache(self, world_size: int, size: ModelSize, device: Device) -> Iterator[str]:
         """Yield the error of vLLM and SGLang, which take the cache from a share of the memory."""
         r, weights = self.config.rollout, engine_weights(self.config, world_size, size)
-        if r.engine_type != "hf" and not engine_cache(self.config, world_size, size, device.total, device.cuda):
+        if r.caps.own_weights and not engine_cache(self.config, world_size, size, device.total, device.cuda):
             yield (f"has no room for a key-value cache: the engine's weights take {weights / GIB:.2f} of the "
                    f"{r.engine_mem_util * device.total / GIB:.2f} GiB of --engine_mem_util {r.engine_mem_util:g}")
 
     def engine_changes(self, world_size: int) -> Iterator[dict[str, Any]]:
         """Yield changes to the memory of vLLM or SGLang and to the ranks that share one, the nearest first."""
         r = self.config.rollout
-        if r.engine_type == "hf":
+        if not r.caps.own_weights:
             return
         shares = sorted(SHARES, key=lambda share: abs(share - r.engine_mem_util))
         widths = [
@@ -160,7 +159,7 @@ class RLPreflight(TrainingPreflight):
     def cache_notes(self) -> Iterator[str]:
         """Yield the cache of the hf engine, and what canaries take of that of others."""
         r = self.config.rollout
-        if r.engine_type == "hf" and not r.engine_kv_mib:
+        if not (r.caps.own_weights or r.engine_kv_mib):
             yield "  and a key-value cache of up to a quarter of the memory of the device (--engine_kv_mib 0)"
         elif r.offload_during_rollout and r.sync_proof in ("canary", "both"):
             yield "  canaries need models and cache together in the weight sync; --sync_proof fingerprint avoids this"

@@ -1,4 +1,5 @@
 """Builds rollout engines by name, importing only the chosen one, and estimates the device memory that they take."""
+from collections.abc import Mapping
 from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -46,14 +47,28 @@ def check_rope(cfg: RolloutConfig, config: Any) -> None:
         UserError: sequences may be longer than ``cfg.engine_type`` has right frequencies for.
     """
     from lightrft.models import rope
-    right = {"vllm": ["longrope"], "sglang": []}.get(cfg.engine_type)
-    for kind, most in rope.limits(config.get_text_config()) if right is not None else ():
-        if cfg.longest > most and kind not in right:  # type: ignore[operator]
+    if (right := cfg.caps.rope) is None:
+        return
+    for kind, most in rope.limits(config.get_text_config()):
+        if cfg.longest > most and kind not in right:
             raise UserError(
                 f"--engine_type {cfg.engine_type}: this model has other frequencies for sequences of more than {most} "
                 f"tokens (RoPE type {kind}), which this engine does not choose as transformers does. Lower "
                 f"--prompt_max_len {cfg.prompt_max_len} plus --generate_max_len {cfg.generate_max_len} to {most}, or "
                 "take --engine_type hf")
+
+
+def check_media(cfg: RolloutConfig, config: Any, most: Mapping[str, int], causal: bool) -> None:
+    """Refuse an engine that computes media of the model of ``config`` in another way than the trainer, as
+    ``refuse_families`` of ``lightrft.rollout.NAME.engine`` knows. No package of an engine is needed.
+
+    Args:
+        most: media of each kind in a prompt.
+        causal: the engine attends backwards alone, and the model does not.
+    """
+    refuse = getattr(import_module(f"lightrft.rollout.{cfg.engine_type}.engine"), "refuse_families", None)
+    if refuse is not None:
+        refuse(config, most, causal)
 
 
 def engine_memory(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> dict[str, ByPhase]:
@@ -68,7 +83,7 @@ def engine_memory(config: Config, world_size: int, size: ModelSize, total: float
     """
     passing, canary = config.rollout.overlap_passes, config.rollout.sync_proof in ("canary", "both")
     weights, cache = engine_weights(config, world_size, size), engine_cache(config, world_size, size, total, cuda)
-    if config.rollout.engine_type == "hf":
+    if not config.rollout.caps.own_weights:
         awake = cached = canary = False
     else:
         awake = cached = not (cuda and config.rollout.engine_sleep)
@@ -82,7 +97,7 @@ def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
     """Return the bytes of an engine's own weights; 8-bit quantization leaves the embeddings and the head as they are.
     """
     r, width = config.rollout, config.model.itemsize
-    if r.engine_type == "hf":
+    if not r.caps.own_weights:
         return width * size.total if config.strategy.divides_weights(world_size) else 0
     inside = size.total - size.outside
     return (width * size.outside + inside * (width if r.engine_quantization == "none" else 1)) / r.engine_tp_size
@@ -91,7 +106,7 @@ def engine_weights(config: Config, world_size: int, size: ModelSize) -> float:
 def engine_cache(config: Config, world_size: int, size: ModelSize, total: float, cuda: bool) -> float:
     """Return the bytes of the key-value cache that are allocated in advance; 0 for hf without ``--engine_kv_mib``."""
     r = config.rollout
-    if r.engine_kv_mib or r.engine_type == "hf":
+    if r.engine_kv_mib or not r.caps.own_weights:
         return r.engine_kv_mib * MIB
     if not cuda:
         return host_cache(r.engine_mem_util, total)

@@ -112,7 +112,10 @@ class PartwiseEngine(ABC):
 
     def resume(self, key: Key, token_ids: list[int], params: SamplingParams | None = None) -> None:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.resume`."""
-        self._parked[key].append(token_ids, params)
+        response = self._parked[key]
+        if params is not None:
+            self._check([response.prompt.request], params)
+        response.append(token_ids, params)
         self._beginning.append(self._parked.pop(key))
 
     def abort(self, keys: Iterable[Key]) -> None:
@@ -142,7 +145,11 @@ class PartwiseEngine(ABC):
         self._wake_cache()
         begun, self._beginning = self._beginning, []
         self._drawing |= {response.key: response for response in begun}
-        return self._take(self._shared(self.drawer.round(begun, bool(self._parked)) if self.drawer else []))
+        parts = self._shared(self.drawer.round(begun, bool(self._parked)) if self.drawer else [])
+        for i, j, part in parts:
+            if not part.token_ids:  # or it would begin again for ever
+                raise RuntimeError(f"{self.title} has ended response {(i, j)} without a token ({part.finish_reason})")
+        return self._take(parts)
 
     def _take(self, parts: Ended) -> list[Generated]:
         """Append parts to their responses; report, and finish or park, those that draw no further token now."""

@@ -237,14 +237,13 @@ class FastExperienceMaker:
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
         """Process the media of this rank's share of the next prompts in the background. Media with cached features are
-        skipped, unless the engine computes its own features. For vLLM, which reads their sizes, media are decoded
-        too."""
+        skipped, unless the engine computes its own features. For an engine that reads media, they are decoded too."""
         if self.media is None:
             return
-        engine, keys = self.config.rollout.engine_type, [key for prompt in self.deal(prompts) for key in prompt.media]
-        if engine == "vllm":
+        caps, keys = self.config.rollout.caps, [key for prompt in self.deal(prompts) for key in prompt.media]
+        if caps.reads_media:
             self.media.decode_ahead(keys)
-        self.media.prefetch(key for key in keys if engine != "hf" or not self.logprobs.has_features(key))
+        self.media.prefetch(key for key in keys if caps.own_weights or not self.logprobs.has_features(key))
 
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's share of ``items``, dealt one by one."""

@@ -24,7 +24,7 @@ from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
-from lightrft.rollout.engines import check_rope
+from lightrft.rollout.engines import check_media, check_rope
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.reward_trial import rendered
 from lightrft.types import Prompt
@@ -134,19 +134,14 @@ def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool, suff
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
     """Refuse an engine that would refuse the model, or rows with ``most`` media of each kind, when it starts. None of
     its packages is needed."""
-    path, engine = str(config.model.pretrain), config.rollout.engine_type
+    path = str(config.model.pretrain)
     try:
         model = read_config(path)
         both_ways = modality_of(model, path).both_ways
     except UserError:  # an error elsewhere
         return
     check_rope(config.rollout, model)
-    if engine == "vllm":
-        from lightrft.rollout.vllm.engine import refuse_families as refused_by_vllm
-        refused_by_vllm(model, most, both_ways and not cuda)
-    elif engine == "sglang":
-        from lightrft.rollout.sglang.media import refuse_families as refused_by_sglang
-        refused_by_sglang(model, most)
+    check_media(config.rollout, model, most, both_ways and not cuda)
 
 
 def _read(cfg: DataConfig, split: str, found: Found, model: str | None, most: Counter[str],

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import pytest
 
 from lightrft.config.cli import parse_config
-from lightrft.config.engines import EngineFacts, ENGINES
+from lightrft.config.engines import EngineCaps, ENGINES
 from lightrft.config.options import ConfigError
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
@@ -150,7 +150,7 @@ def test_the_flags_of_the_original_for_sleep():
 
 
 def test_an_engine_of_another_package_needs_its_line_of_facts_alone(monkeypatch):
-    monkeypatch.setitem(ENGINES, "other", EngineFacts("Other", "pip install other"))
+    monkeypatch.setitem(ENGINES, "other", EngineCaps("Other", "pip install other"))
     config = parse_config([], defaults=BASE | {"engine_args": ["eager"]}).config
     config.rollout.engine_type = "other"
     assert "--engine_args eager: expected name=value, e.g. name=value" in list(engine_problems(config, 1, True))

@@ -27,8 +27,9 @@ _OTHERWISE = {
 }
 
 
-def refuse_families(config: PretrainedConfig, kinds: Collection[str]) -> None:
-    """Refuse models whose media SGLang computes in another way than the trainer.
+def refuse_families(config: PretrainedConfig, kinds: Collection[str], causal: bool = False) -> None:
+    """Refuse models whose media SGLang computes in another way than the trainer, whether it attends backwards alone
+    (``causal``) or not.
 
     Raises:
         UserError: with the engine that takes them.

@@ -1,0 +1,116 @@
+"""What the library of an engine that draws parts may do, and no test can time: with a stand-in for the library."""
+import pytest
+
+from lightrft.rollout import Completion, Request, SamplingParams
+from lightrft.rollout.partwise import PartwiseEngine
+
+STOP, PARAMS = 9, SamplingParams(4, stop_token_ids=(9, ))
+
+
+class Library:
+    """Draws the seed of a response again and again. ``ends``: what a part is when it is cancelled, by its seed."""
+
+    def __init__(self):
+        self.drawing, self.ends, self.empty = {}, {}, False
+
+    def round(self, begun, waiting):
+        self.drawing |= {response.key: response for response in begun}
+        if self.empty:
+            return [(*key, Completion([], [], "abort")) for key in self.drawing]
+        ended = [(key, one) for key, one in self.drawing.items() if one.seed < 2]
+        for key, _ in ended:
+            del self.drawing[key]
+        return [(*key, self.part(one, "stop" if one.seed else "length")) for key, one in ended]
+
+    @staticmethod
+    def part(response, reason):
+        count = {"stop": 1, "length": 1 if response.begins_hot else response.room, "abort": 1}[reason]
+        return Completion([STOP if reason == "stop" else response.seed] * count, [-1.0] * count, reason)
+
+    def cancel(self, keys=None):
+        cancelled = [(key, self.drawing.pop(key)) for key in list(self.drawing if keys is None else keys)]
+        return [(*key, self.part(one, self.ends.get(one.seed, "abort"))) for key, one in cancelled]
+
+
+class Engine(PartwiseEngine):
+    """An engine on that library."""
+    title, vocabulary, longest, takes_media, group, eos_token_ids = "the library", 10, 8, False, None, frozenset()
+
+    def __init__(self):
+        super().__init__()
+        self.drawer, self._ready, self.woken = Library(), True, 0
+
+    def _wake_cache(self):
+        self.woken += 1
+
+
+def submitted(*seeds, params=PARAMS, waits=True):
+    engine = Engine()
+    engine.submit([Request([5], list(seeds))], params, waits)
+    return engine
+
+
+def parts(generated):
+    return [(j, part.token_ids, part.finish_reason) for _, j, part in generated]
+
+
+@pytest.mark.parametrize("reason,tokens", [("stop", [STOP]), ("length", [2] * 4), ("abort", [2])])
+def test_an_abort_that_comes_after_the_end(reason, tokens):
+    """Such a response is finished: to resume it would go on behind its last token. Here nobody hears of its stop token
+    in time to answer."""
+    engine = submitted(2)
+    assert engine.step() == []
+    engine.drawer.ends[2] = reason
+    engine.abort([(0, 0)] * 2)
+    with pytest.raises(KeyError):
+        engine.resume((0, 0), [])
+    assert parts(engine.step()) == [(0, tokens, reason)]
+    assert engine.step() == [] and not engine._open
+
+
+@pytest.mark.parametrize("reason,tokens", [("stop", [STOP]), ("length", [2] * 4), ("abort", None)])
+def test_a_pause_that_comes_after_the_end(reason, tokens):
+    """What has ended is reported by the next step, before a round; what has not draws on."""
+    engine = submitted(2)
+    engine.step()
+    engine.drawer.ends[2] = reason
+    engine._pause()
+    assert not engine.drawer.drawing
+    assert parts(engine.step()) == ([] if tokens is None else [(0, tokens, reason)])
+    assert [len(one.token_ids) for one in engine.drawer.drawing.values()] == [1] * (tokens is None)
+    assert list(engine._parked) == [(0, 0)] * (reason == "stop")
+
+
+def test_a_hot_first_token_is_reported_with_the_rest():
+    engine = submitted(0, params=SamplingParams(4, first_temperature=8.0))
+    assert engine.step() == [] and parts(engine.step()) == [(0, [0] * 4, "length")]
+
+
+def test_what_was_never_begun_is_aborted_too():
+    engine = submitted(1, 2)
+    engine.abort([(0, 1), (7, 7)])
+    assert parts(engine.step()) == [(1, [], "abort")] and parts(engine.step()) == [(0, [STOP], "stop")]
+
+
+def test_errors_end_all_responses_but_asleep_they_wait():
+    engine = submitted(2)
+    engine._asleep = True
+    with pytest.raises(RuntimeError, match="the library engine is asleep"):
+        engine.step()
+    engine._asleep = False
+    assert engine.step() == [] and engine.drawer.drawing
+    engine.drawer.empty = True
+    with pytest.raises(RuntimeError, match=r"has ended response \(0, 0\) without a token \(abort\)"):
+        engine.step()
+    assert engine.step() == [] and not engine.drawer.drawing and not engine._open
+
+
+def test_parameters_of_the_rest_are_checked():
+    engine = submitted(1)
+    assert parts(engine.step()) == [(0, [STOP], "stop")]
+    with pytest.raises(ValueError, match="1 prompt . 8 new tokens are more than the 8 that"):
+        engine.resume((0, 0), [], SamplingParams(8))
+    with pytest.raises(ValueError, match="has 4 tokens with its answer, of 4"):
+        engine.resume((0, 0), [3, 3, 3])
+    engine.resume((0, 0), [3, 3], SamplingParams(7))
+    assert parts(engine.step()) == [(0, [STOP], "stop")]
