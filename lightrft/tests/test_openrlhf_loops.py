@@ -18,6 +18,7 @@ if not PAGE.exists():
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import openrlhf_loops as loops  # noqa: E402
+from matrix_report import Outputs  # noqa: E402
 
 SEED = 3  # none of those that are recorded
 
@@ -34,6 +35,26 @@ def test_the_page_shows_the_recorded_runs():
             assert loops.missed(worse) == [f"{name}, {judge}: 0.0 standard errors, aim 3"]
     worse = [row | {"accuracy": 0.5} if row["run"] == "reward model" else row for row in recorded]
     assert loops.missed(worse) == ["reward model: 0.500 of held-out pairs, aim 0.9"]
+
+
+def test_finished_seeds_are_read_and_published(tmp_path, monkeypatch, capsys):
+    """And a missed aim ends the benchmark with an error."""
+    recorded = json.loads(loops.OUTPUTS.data.read_text(encoding="utf-8"))
+    for seed in (0, 1, 2):
+        (tmp_path / f"seed_{seed}").mkdir()
+        mine = [row for row in recorded if row["seed"] == seed]
+        (tmp_path / f"seed_{seed}" / "results.json").write_text(json.dumps(mine), encoding="utf-8")
+    (tmp_path / "page.md").write_text(f"# Loops\n{loops.START}\nold\n{loops.END}\n", encoding="utf-8")
+    outputs = Outputs(tmp_path / "loops.json", tmp_path / "page.md", Path())
+    monkeypatch.setattr(loops, "OUTPUTS", outputs)
+    monkeypatch.setattr(sys, "argv", ["openrlhf_loops.py", "--out", str(tmp_path), "--docs"])
+    loops.main()
+    assert loops.table(recorded) in capsys.readouterr().out
+    assert outputs.page.read_text(encoding="utf-8") == f"# Loops\n{loops.START}{loops.section(recorded)}{loops.END}\n"
+    assert loops.section(json.loads(outputs.data.read_text(encoding="utf-8"))) == loops.section(recorded)
+    monkeypatch.setattr(loops, "ERRORS", 1000.0)
+    with pytest.raises(SystemExit, match="an aim was missed:\nRAFT, reward model: 18.0 standard errors, aim 1000"):
+        loops.main()
 
 
 def test_the_page_prints_the_scripts_that_are_measured():
