@@ -199,8 +199,8 @@ def test_equal_names_are_told_apart(home):
 
 def test_a_run_returns_its_metrics_and_its_model(home, tmp_path, no_picture):  # noqa: F811
     """Twice in one process, with a function of this module, on a data set of Hugging Face and on a table."""
-    from datasets import Dataset
-    calls = [Dataset.from_list(tiny_task.rows(8)), pd.DataFrame(tiny_task.rows(8))]
+    datasets = pytest.importorskip("datasets")
+    calls = [datasets.Dataset.from_list(tiny_task.rows(8)), pd.DataFrame(tiny_task.rows(8))]
     runs = [GRPO(home / "model", lambda completions, reference: [len(text) for text in completions], data,
                  tiny_task.rows(3, 20), eval_steps=1, save_path=str(tmp_path / str(i)), **SMALL).train()
             for i, data in enumerate(calls)]  # yapf: disable
@@ -232,7 +232,7 @@ def test_rows_in_memory_name_their_content(home, tmp_path):
 
 def test_media_of_hugging_face_data_sets_stay_encoded(home):
     """At any depth, of a data set and of a stream: nothing decodes them, so that no torchcodec is needed."""
-    import datasets
+    datasets = pytest.importorskip("datasets")
     one = {"bytes": b"encoded", "path": None}
     rows = [{"prompt": "?", "audio": one, "image": one, "video": one, "images": [one, one], "frames": [[one]],
              "messages": [{"role": "user", "content": {"image": one, "text": "?"}}]}]  # yapf: disable

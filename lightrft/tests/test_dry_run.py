@@ -304,6 +304,7 @@ def test_a_dry_run_of_a_whole_command_says_what_it_has_not_tried(home, tmp_path,
 
 
 def test_the_form_of_a_key_is_known_before_the_run(home, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.setenv("WANDB_MODE", "online")
     for words in (["--dry_run"], []):
