@@ -86,8 +86,7 @@ def _following(tree: type, values: dict[str, Any], provenance: dict[str, str]) -
     if provenance.get("strategy") == "default" and provenance.get("zero_stage", "default") != "default":
         yield Layer("--zero_stage", {"strategy": "deepspeed"})
         get_logger().info("--zero_stage without --strategy means --strategy deepspeed")
-    if values.get("lora_rank") and values.get("freeze_prefix") == ["visual?"] and "visual" not in values.get(
-            "target_modules", []):
+    if _freezes_what_adapters_leave(tree, values):
         yield Layer("--lora_rank", {"freeze_prefix": []})
         get_logger().info("--freeze_prefix without a part has no effect with --lora_rank: only adapters are trained")
     if values.get("eval_task") == "generate_vllm":
@@ -102,6 +101,14 @@ def _following(tree: type, values: dict[str, Any], provenance: dict[str, str]) -
         yield Layer(provenance["remote_rm_url"] if servers else "default", {"remote_rm_url": servers})
         yield Layer("--remote_rm_url", {"reward": [*values.get("reward", []), *files]})
         get_logger().info(f"--remote_rm_url with a Python file means --reward {' '.join(files)}")
+
+
+def _freezes_what_adapters_leave(tree: type, values: dict[str, Any]) -> bool:
+    """Return True if ``--freeze_prefix`` has no value, and LoRA no adapters in the part that it then stands for."""
+    if not values.get("lora_rank") or not values.get("freeze_prefix"):
+        return False
+    part = options(tree)["freeze_prefix"].bare
+    return values["freeze_prefix"] == [part] and part.removesuffix("?") not in values.get("target_modules", [])
 
 
 def _split_of_folders(tree: type, values: dict[str, Any]) -> list[str]:
