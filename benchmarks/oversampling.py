@@ -18,27 +18,28 @@ from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.scheduler import Quota
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GenerationRun, Rollout, Scored
 from lightrft.trainer.partial_rollout import OversamplingSource
 from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.shards import Shards
-from lightrft.types import Experience, Prompt
+from lightrft.types import Episode, Experience, Prompt
 from lightrft.utils.timer import Timer
 
 RESPONSES, PROMPT = 512, 128
 
 
 class SilentRun(GenerationRun):
-    """A call of the engine whose responses are not decoded."""
+    """A generation whose responses are not decoded."""
 
-    def _report(self, ended: list[tuple[int, int]]) -> None:
+    def _report(self, finished: list[Episode]) -> None:
         """Do nothing: the samples are not read."""
 
 
 class Generating(FastExperienceMaker):
     """Generation alone: nothing is decoded, scored or trained."""
-    listeners = []
+    listeners, tokenizer, environment = [], None, None
 
     def __init__(self, config: Config, engine: HFEngine) -> None:
         self.config, self.engine, self.timer, self.greedy = config, engine, Timer(), None
@@ -48,8 +49,9 @@ class Generating(FastExperienceMaker):
 
     def advance(self, mine: list[ResponseGroup], step: int | str, quota: int, due: set[int]) -> tuple[list, Scored]:
         """Generate as the trainer does."""
+        self.seed(mine, step)
         with self.timer("rollout"):
-            return SilentRun(self, mine, quota, due).run(self._requests(mine, step)), list
+            return SilentRun(self, mine, Quota(quota, due & {group.number for group in mine})).run(), list
 
     def complete(self, exp: Experience, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
         """Return the batch unchanged."""

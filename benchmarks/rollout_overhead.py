@@ -22,6 +22,7 @@ from bare_loop import warm_model
 from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.tokenizer import load_tokenizer
+from lightrft.rollout.engine import Request
 from lightrft.rollout.vllm.parts import native_params
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.samples import ResponseGroup
@@ -47,7 +48,8 @@ class Ways:
 
     def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list
-        self.requests = maker._requests(self.groups(), 0)
+        maker.seed(groups := self.groups(), 0)
+        self.requests = [Request.of(group.prompt, [each.seed for each in group.responses]) for group in groups]
         self.stop_ids = maker.engine.stop_ids(maker.sampling)
 
     def groups(self) -> list[ResponseGroup]:

@@ -176,8 +176,8 @@ def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: i
 
 @runtime_checkable
 class SteppedEngine(Protocol):
-    """An engine that generates in rounds, and takes requests at any time. :func:`lightrft.rollout.collector.generate`
-    runs requests to their end.
+    """An engine that generates in rounds, and takes requests at any time. A
+    :class:`~lightrft.rollout.scheduler.Scheduler` runs them to their end.
 
     A response is known by its :data:`Key`. After a stop token it is finished; with ``waits`` it waits instead, until
     :meth:`resume` or :meth:`abort`, and holds up no other response.

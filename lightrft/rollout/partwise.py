@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lightrft.rollout.collector import CompletionCollector, generate
+from lightrft.rollout.completions import complete
 from lightrft.rollout.engine import (Arrived, Completion, Ended, Finished, Generated, Key, NextTurn, Request,
                                      SamplingParams, check_requests, stop_ids)
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse, prefixes_of
@@ -79,10 +79,8 @@ class PartwiseEngine(ABC):
                 engine was started for.
         """
         self._check(requests, params)
-        collector = CompletionCollector(requests, params, self.vocabulary, self.group, on_finished, on_arrived,
-                                        next_turn)
         with self._empty_after_an_error():
-            return generate(self, collector, params)
+            return complete(self, requests, params, on_finished, on_arrived, next_turn)
 
     def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`; errors as of :meth:`generate`."""

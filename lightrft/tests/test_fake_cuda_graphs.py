@@ -11,7 +11,7 @@ import torch
 from benchmarks.decode_graphs import simulate, spread
 from lightrft.config.engines import HF_GRAPHS
 from lightrft.models.lora import add_lora
-from lightrft.rollout.collector import CompletionCollector
+from lightrft.rollout.scheduler import Scheduler
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf import continuous_batching, kv_cache
 from lightrft.rollout.hf.decode_graph import StepGraphs
@@ -241,7 +241,7 @@ def test_a_capture_that_fails_keeps_no_tensor_of_its_step():
 
 
 def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
-    monkeypatch.setattr(CompletionCollector, "take", lambda *args: 1 / 0)
+    monkeypatch.setattr(Scheduler, "_store", lambda *args: 1 / 0)
     with fake_cuda():
         model = tiny.model()
         model.set_attn_implementation("packed")

@@ -20,7 +20,7 @@ from lightrft.models.cpu_linear import packed_weights, use_onednn
 from lightrft.models.rope import adapt, fixed_length, ropes
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
-from lightrft.rollout.collector import CompletionCollector, generate
+from lightrft.rollout.completions import complete
 from lightrft.rollout.engine import (Arrived, Completion, Finished, Generated, Key, NextTurn, Request, SamplingParams,
                                      check_requests, stop_ids)
 from lightrft.rollout.hf.continuous_batching import Generation
@@ -123,9 +123,8 @@ class HFEngine:
             ValueError: for a request that cannot be run, or a cache budget that does not hold one sequence.
         """
         self._check(requests, params)
-        collector = CompletionCollector(requests, params, self.vocabulary, None, on_finished, on_arrived, next_turn)
         with self._empty_after_an_error():
-            return generate(self, collector, params)
+            return complete(self, requests, params, on_finished, on_arrived, next_turn)
 
     def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`; errors as of :meth:`generate`."""

@@ -64,6 +64,6 @@ def test_without_answers_nothing_changes():
 
 
 def test_tokens_that_the_model_does_not_have_are_refused():
-    with pytest.raises(UserError, match="next turn of request 0 has token 1000, and the model has embeddings of"):
+    with pytest.raises(UserError, match="response 0 to prompt 0 has token 1000, and the model has embeddings of"):
         engine().generate([Request([5], [1])], replace(PARAMS, stop_token_ids=tuple(range(260))),
                           next_turn=lambda ended: [Continuation([5, 1000])])
