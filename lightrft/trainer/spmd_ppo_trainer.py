@@ -122,9 +122,10 @@ class SPMDPPOTrainer(PPOTrainer):
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, config.train.seed)
         total = steps_of_data(config, len(prompts))
         check_total(config, total)
-        rows = (("train", prompts), ("eval", eval_prompts), ("pretraining", pretraining))
+        rows: dict[str, Sequence[Prompt | SFTExample]] = {
+            "train": prompts, "eval": eval_prompts, "pretraining": pretraining}  # yapf: disable
         check_rows(models.actor, str(config.model.pretrain), tokenizer,
-                   ((place_of(row.uid, split), row.token_ids) for split, some in rows for row in some))
+                   ((place_of(row.uid, split), row.token_ids) for split, some in rows.items() for row in some))
         ready, timer = prepare_models(config, strategy, models, tokenizer, media, total), timer or Timer()
         store = media if isinstance(media, MediaStore) else None
         setup = ScorerSetup.of(config, strategy.device, strategy, store)
