@@ -112,9 +112,9 @@ def _graded(i: int, text: str = "What is {0}+{0}?") -> dict[str, Any]:
 
 def _write_adapters(home: Path) -> None:
     """Write a LoRA adapter of the model, and one that makes it a reward model."""
-    for name, kind, task in (("model", AutoModelForCausalLM, "CAUSAL_LM"), ("rm", AutoModelForSequenceClassification,
-                                                                            "SEQ_CLS")):
-        tuned = kind.from_pretrained(home / name)
+    rm = AutoModelForSequenceClassification.from_pretrained(home / "model", num_labels=1)
+    for name, tuned, task in (("model", AutoModelForCausalLM.from_pretrained(home / "model"), "CAUSAL_LM"),
+                              ("rm", rm, "SEQ_CLS")):
         get_peft_model(tuned, LoraConfig(r=1, target_modules=["q_proj"],
                                          task_type=task)).save_pretrained(home / "adapters" / name)
 
