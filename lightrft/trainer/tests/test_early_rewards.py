@@ -168,8 +168,11 @@ class Hearing:
     def wants_each(self, prompts):
         return False
 
+    def arrived(self, samples):
+        """Do nothing."""
+
     def finished(self, group):
-        """Hear of whole groups elsewhere."""
+        """Do nothing: no test waits for whole groups."""
 
 
 def steady(done):
