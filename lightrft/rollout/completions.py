@@ -28,10 +28,9 @@ def complete(engine: RolloutEngine, requests: list[Request], params: SamplingPar
         assert next_turn is not None
         return [_turn(answer) for answer in next_turn([_ended(requests, episode) for episode in stopped])]
 
-    for i, group in enumerate(groups):
-        if not group:  # it asks for nothing
-            finished(i)
-    generate(engine, [episode for group in groups for episode in group], params, next_turn and turns, heard)
+    enough = any([finished(i) for i, group in enumerate(groups) if not group])  # those ask for nothing
+    episodes = [] if enough else [episode for group in groups for episode in group]
+    generate(engine, episodes, params, next_turn and turns, heard)
     return [reported[i] if i in reported else [_completion(requests[i], episode) for episode in group]
             for i, group in enumerate(groups)]  # yapf: disable
 

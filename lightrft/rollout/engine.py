@@ -198,8 +198,8 @@ class SteppedEngine(Protocol):
         """
 
     def abort(self, keys: Iterable[Key]) -> None:
-        """End responses. What they have drawn since their last report comes from the next :meth:`step`, as "abort"; of
-        those that wait nothing comes, and finished ones are skipped."""
+        """End responses. What they have drawn since their last report comes from the next :meth:`step`, as "abort"
+        unless they had ended; of those that wait nothing comes, and finished ones are skipped."""
 
 
 class RolloutEngine(SteppedEngine, Protocol):
