@@ -27,7 +27,7 @@ class Key(NamedTuple):
     prompt and its index among the responses to that. Roles keep the episodes of several callers of one engine apart."""
     role: str
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple has a method of that name
 
 
 class GeneratedTokens(Protocol):
@@ -156,8 +156,12 @@ class Episode:
     def columns(self) -> dict[str, Any]:
         """Return the fields of a batch that the episode has, by name: values, or lists with a value per token."""
         n = self.prompt_len
-        columns = {"token_ids": [*self.prompt.token_ids], "loss_mask": [False] * n, "weight_versions": [-1] * n,
-                   "rollout_logprobs": [0.0] * n}  # yapf: disable
+        columns: dict[str, list] = {
+            "token_ids": [*self.prompt.token_ids],
+            "loss_mask": [False] * n,
+            "weight_versions": [-1] * n,
+            "rollout_logprobs": [0.0] * n
+        }
         for segment in self.segments:
             length = len(segment.token_ids)
             columns["token_ids"] += segment.token_ids

@@ -272,7 +272,9 @@ def maker_of(strategy):
 def unfinished(number):
     """A group of two responses, of which the second has begun."""
     group = ResponseGroup.new(number, Prompt(f"{number}", [1, 2], "p"), SIZE)
-    group.add([Completion([number + 10, 3], [-1.0, -2.0], "stop"), Completion([7], [-3.0], "abort")], 4, [0, 1])
+    finished, begun = group.responses
+    finished.add(Completion([number + 10, 3], [-1.0, -2.0], "stop"), 4)
+    begun.add(Completion([7], [-3.0], "abort"), 4)
     return group
 
 
