@@ -157,9 +157,7 @@ class Episode:
         """Return the fields of a batch that the episode has, by name: values, or lists with a value per token."""
         n = self.prompt_len
         columns: dict[str, list] = {
-            "token_ids": [*self.prompt.token_ids],
-            "loss_mask": [False] * n,
-            "weight_versions": [-1] * n,
+            "token_ids": [*self.prompt.token_ids], "loss_mask": [False] * n, "weight_versions": [-1] * n,
             "rollout_logprobs": [0.0] * n
         }
         for segment in self.segments:
