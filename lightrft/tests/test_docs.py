@@ -252,7 +252,7 @@ def test_flags_of_openrlhf_that_are_read():
     said = {flag: set(re.findall(r"--(\w+)", row[2])) for row in tables_of("OpenRLHF")
             for flag in re.findall(r"`--(\w+)", row[1])}  # yapf: disable
     assert said.keys() == {*OPENRLHF, "remote_rm_url", "vllm_sync_backend", "enable_prefix_caching"} - {
-        "vllm_enforce_eager", "ds_enable_sleep", "train_micro_batch_size", "reward_remote_url"
+        "vllm_enforce_eager", "ds_enable_sleep", "fsdp_enable_sleep", "train_micro_batch_size", "reward_remote_url"
     }, "spellings of newer versions have no rows of their own"  # yapf: disable
     for flag in said.keys() & OPENRLHF.keys():
         assert re.split(r"\W", OPENRLHF[flag].split()[-1])[0] in said[flag], flag
