@@ -46,7 +46,7 @@ _REASONS: dict[str, str] = {
     "enable_activation_offload",
     # processes
     "there is no Ray; torchrun starts the processes":
-    "num_cpus num_infer_workers ray_wait_register_center_timeout use_legacy_worker_impl agent_num_workers",
+    "num_cpus num_infer_workers ray_address ray_wait_register_center_timeout use_legacy_worker_impl agent_num_workers",
     "all models share the GPUs of training; --engine_sleep, --offload_during_rollout and --reward_offload free them":
     "enable_resource_pool resource_pool resource_pool_spec global_pool_id",
     "training and engine always share the GPUs":
