@@ -174,7 +174,6 @@ def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: i
     return sorted({i for i in (*eos_token_ids, *params.stop_token_ids) if i < vocabulary})
 
 
-@runtime_checkable
 class SteppedEngine(Protocol):
     """An engine that generates in rounds, and takes requests at any time. A
     :class:`~lightrft.rollout.scheduler.Scheduler` runs them to their end.
