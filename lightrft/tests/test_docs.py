@@ -25,6 +25,7 @@ from lightrft.ops.divergence import BINS, gap_metrics, SUMS, mismatch_metrics
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of
+from lightrft.rollout.engine import RolloutEngine
 from lightrft.tests.support import tiny
 from lightrft.tests.support.lightrft_flags import FLAGS
 from lightrft.tests.test_layering import LAYERS
@@ -42,6 +43,18 @@ def test_the_layer_picture_is_the_enforced_one():
     for number, names in re.findall(r"^(\d+) (.+?)  ", doc("architecture.md"), re.MULTILINE):
         picture.update({name.strip().removesuffix(".py"): int(number) for name in names.split("|")})
     assert picture == LAYERS
+
+
+def test_the_objects_of_the_architecture_are_in_their_files_and_in_its_picture():
+    page = doc("architecture.md")
+    picture = page[page.index("```text\n rows"):page.index("`PPOTrainer.train_step`")]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\S+)` \|$", page, re.MULTILINE)
+    assert len(rows) == 9, "six objects and three records"
+    for name, path in rows:
+        assert f"\nclass {name}" in (ROOT / path).read_text(encoding="utf-8"), (name, path)
+        assert name in picture or name == "StrategyBase", "it is below all others"
+    methods = re.search(r"`RolloutEngine` \|[^|]*: (.*?) \|", page)
+    assert methods and all(hasattr(RolloutEngine, name) for name in re.findall(r"`(\w+)`", methods[1]))
 
 
 @pytest.mark.parametrize("page", [

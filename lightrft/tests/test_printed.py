@@ -59,6 +59,7 @@ ELSEWHERE = {
     ("docs/python.md", "python", "from lightrft import GRPO\n\nrun = "): "tests/test_ten_lines.py",
     ("docs/quickstart.md", "python", "import io\n"): "tests/test_quickstart_vl.py",
     ("docs/architecture.md", "text", "12 api.py"): "tests/test_docs.py",
+    ("docs/architecture.md", "text", " rows"): "tests/test_docs.py",
     ("docs/gpu_start.md", "bash", "python -m lightrft.cli.train"): "tests/test_gpu_start.py",
     ("docs/gpu_start.md", "bash", "torchrun"): "tests/test_gpu_start.py",
     ("docs/safety.md", "text", "self-test: "): "trainer/tests/test_gradient_invariance.py",
