@@ -45,15 +45,17 @@ def fixture_broken(server, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_whose_engine_fails(case, broken):
-    """Rank 0 waits at the next barrier of the trainer or, with one engine of both, in a collective inside vLLM."""
+    """Rank 0 waits at the next barrier of the trainer or, with one engine of both, in a collective inside vLLM. What
+    one rank has to submit to an engine of both is refused by both, before any draws a token."""
     codes, what = {
         "raise": ([1, 1], "rank 1 raised RuntimeError: vLLM's model is broken, in phase rollout"),
         "kill": ([1, -9], "rank 1 died without a message (killed, crashed, or out of memory), in phase"),
-        "long": ([2, 2], "rank 1 stopped the run: request 3: 1188 prompt + 6 new tokens are more than the 70 that"),
+        "long": ([2, 2], "request 7: 1188 prompt + 6 new tokens are more than the 70 that"),
     }[case.partition("@")[0]]
     run = broken[case]
     assert ended(run) == codes, run.output
-    assert what in run.log(0) and "in phase rollout" in run.log(0).partition(what[:30])[2], run.output
+    assert what in run.log(0), run.output
+    assert "in phase rollout" in run.log(0).partition(what[:30])[2] or case.startswith("long"), run.output
     waits = run.log(0).partition("rank 0 stops for that reason")[2]  # gloo's raises, where vLLM has no shared memory
     assert "/vllm/v1/" in waits or not case.endswith("9 2"), "rank 0 did not wait where it was to wait"
     assert left(run) == ([], False)

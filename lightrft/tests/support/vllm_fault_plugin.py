@@ -1,6 +1,6 @@
 """A plugin under which vLLM fails in the middle of a response; ``FAULT`` is that of fault_plugin.
 
-The calls are the passes of its model or, for "long", its calls of ``submit``. It leaves a file ``fault``.
+The calls are the passes of its model or, for "long", what it submits before ranks share it. It leaves a file ``fault``.
 """
 import os
 import signal
@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from lightrft.rollout.vllm.engine import VLLMEngine
+from lightrft.rollout import scheduler
 from lightrft.tests.support.fault_plugin import due
 
 _LONG = os.environ.get("FAULT", "").startswith("long")
-_execute, _submit = GPUModelRunner.execute_model, VLLMEngine.submit
+_execute, _share = GPUModelRunner.execute_model, scheduler.share_requests
 
 
 def _strikes() -> str:
@@ -32,10 +32,10 @@ def _harmed(runner: Any, *args: Any, **kwargs: Any) -> Any:
     return _execute(runner, *args, **kwargs)
 
 
-def _lengthened(engine: VLLMEngine, requests: Any, *args: Any, **kwargs: Any) -> Any:
+def _lengthened(requests: Any, group: Any) -> Any:
     if _LONG and _strikes():
         requests = [*requests[:-1], replace(requests[-1], token_ids=requests[-1].token_ids * 99)]
-    return _submit(engine, requests, *args, **kwargs)
+    return _share(requests, group)
 
 
-GPUModelRunner.execute_model, VLLMEngine.submit = _harmed, _lengthened
+GPUModelRunner.execute_model, scheduler.share_requests = _harmed, _lengthened
