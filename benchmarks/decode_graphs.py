@@ -1,14 +1,19 @@
 """Count the decode steps of the hf engine that a GPU would run as they are, capture and replay, by response lengths.
 
     python benchmarks/decode_graphs.py [--lengths FILE | --most 1024] [--rollouts 3] [--slots 256] [--samples 8]
-        [--prompt 128] [--freed]
+        [--prompt 128] [--weights 80000] [--freed] [--own]
 
 The scheduler, its cache and the policy of graphs are the engine's own; the model, and the device, are not there: a
 "graph" runs its step again, and a response ends at the length of its seed. ``--lengths``: a file with one length per
 line, such as those of a run; by default 512 lengths that are spread log-uniformly from 8 to ``--most``. ``--freed``:
-graphs are dropped after every rollout, as with a cache that takes more than a 32nd of a GPU. ``padded`` is the work of
-attention and of rows in the shapes of the steps, over what live responses need. ``time`` is that over replays alone, if
-a step that is no replay takes three times as long, and a capture as long as that.
+graphs are dropped after every rollout, as with a cache that takes more than a 32nd of a GPU. ``--own``: no step runs in
+a larger shape than it needs.
+
+A replay takes the time of reading the weights, and the cache and the scores in its shape. ``--weights``: tokens of the
+cache that take as many bytes as the weights, by default those of a 0.5B model (988 MB, 12 KiB per token). A step that
+is no replay takes three times as long, and a capture as long as that. ``padding`` is the time of replays in the shapes
+of the steps, over that of what live responses need. ``time`` is that of all steps, in the shapes in which they run,
+over replays of the shapes that they need.
 """
 import argparse
 import math
@@ -27,7 +32,7 @@ from lightrft.models.attention import PackedLayout
 from lightrft.rollout.engine import Request, SamplingParams
 from lightrft.rollout.hf import continuous_batching
 from lightrft.rollout.hf.continuous_batching import Generation
-from lightrft.rollout.hf.decode_graph import StepGraphs
+from lightrft.rollout.hf.decode_graph import Shape, StepGraphs
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec
 from lightrft.rollout.hf.open_responses import ResponseQueue
 from lightrft.rollout.hf.workspace import Sizes, Workspace
@@ -35,13 +40,19 @@ from lightrft.rollout.hf.workspace import Sizes, Workspace
 CPU = torch.device("cpu")
 SPEC = KVSpec(layers=1, heads=1, dim=1, dtype=torch.float32)
 MORE, END = 0, 1  # the vocabulary
+WEIGHTS = 80_000  # of Qwen2.5 0.5B in bfloat16, in tokens of its cache
+OTHER = 3  # replays that an eager step takes, and a capture
 
 
 class Lengths:
     """In place of the model and of drawing: the response of seed i has ``lengths[i]`` tokens."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: list[int], weights: int) -> None:
+        self.lengths, self.weights = lengths, weights
+
+    def parameters(self) -> list[SimpleNamespace]:
+        """Return weights as large as ``weights`` tokens of the cache."""
+        return [SimpleNamespace(nbytes=self.weights * SPEC.bytes_per_token)]
 
     def uniforms(self, seeds: list[int], count: int) -> np.ndarray:
         """Return "noise" [B, count]: 1 at the last token of each response."""
@@ -61,11 +72,11 @@ class Lengths:
 
 
 class Counted(StepGraphs):
-    """The policy of graphs without a GPU; ``counts`` has the steps by kind, ``work`` their sizes."""
+    """The policy of graphs without a GPU; ``counts`` has the steps by kind, ``times`` what they take."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: int) -> None:
         super().__init__(CPU)
-        self.enabled, self.counts, self.work = True, Counter[str](), Counter[str]()
+        self.enabled, self.counts, self.times, self.weights = True, Counter[str](), Counter[str](), weights
 
     def _record(self, step: Any) -> Any:
         self.counts["captured"] += 1
@@ -73,15 +84,17 @@ class Counted(StepGraphs):
 
     def run(self, key: Any, step: Any) -> Tensor:
         """Run the step, and count it."""
-        replayed = self.counts["replayed"]
+        before, time = self.counts.copy(), self.weights + key.tokens
         result = super().run(key, step)
-        if replayed == self.counts["replayed"]:
-            self.counts["eager"] += 1
-            return result
-        return step()
+        captured, replayed = (self.counts[name] > before[name] for name in ("captured", "replayed"))
+        self.times.update({"padded": time, "run": time * (OTHER * captured + (1 if replayed else OTHER))})
+        if replayed:
+            return step()
+        self.counts["eager"] += 1
+        return result
 
 
-def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths: Lengths) -> None:
+def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths: Lengths, own: bool) -> None:
     """Generate the responses of ``requests`` once."""
     params, stub = space.sizes.params, cast(Any, lengths)
     queue = ResponseQueue()
@@ -92,45 +105,40 @@ def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths:
 
     ends = torch.tensor([False, True])
     generation = Generation(stub, stub, decode_pass, space, params, lambda _: ends, graphs, queue)
-    compute = generation._compute
+    choose, slots = generation.shapes.choose, generation.slots
 
-    def counted(rows: int, width: int) -> Tensor:
-        live = np.flatnonzero(generation.slots.alive[:rows])
-        _, prompts, _, longest = generation.decode.shape
-        own = generation.slots.count[live].sum()
-        alive = {response.prompt for response in generation.slots.of(live)}
-        graphs.work.update({
-            "rows": rows, "rows needed": len(live), "keys": rows * width + prompts * longest, "keys needed":
-            int(own + len(alive) * longest)
-        })
-        return compute(rows, width)
+    def counted(needed: Shape) -> Shape:
+        live = np.flatnonzero(slots.alive)
+        prompts = len({response.prompt for response in slots.of(live)})
+        mean = int(slots.count[live].sum()) // len(live)
+        exact = Shape(len(live), prompts, -(-len(live) // prompts), generation.sizes[3], mean)
+        graphs.times.update({"alone": graphs.weights + needed.tokens, "live": graphs.weights + exact.tokens})
+        return needed if own else choose(needed)
 
-    generation._compute = counted  # type: ignore[method-assign]
+    generation.shapes.choose = counted  # type: ignore[method-assign]
     while queue.open:
         generation.step()
 
 
 def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt: int, seed: int = 0,
-             freed: bool = False) -> list[dict[str, float]]:
+             freed: bool = False, weights: int = WEIGHTS, own: bool = False) -> list[dict[str, float]]:
     """Return counts of each of ``rollouts`` rollouts; each draws the order of the lengths anew."""
-    most, rng, graphs = max(lengths), random.Random(seed), Counted()
+    most, rng, graphs = max(lengths), random.Random(seed), Counted(weights)
     requests = [Request([0] * prompt, list(range(i, i + samples))) for i in range(0, len(lengths), samples)]
     plan = KVPlan.fit(slots * (prompt + most), [samples] * len(requests), prompt, most - 1, slots)
     sizes = Sizes(SamplingParams(most), 2)
     space, rows = Workspace(KVCache(SPEC, plan, CPU), sizes), []
     for _ in range(rollouts):
-        order = Lengths(rng.sample(lengths, len(lengths)))
-        graphs.counts.clear(), graphs.work.clear()
+        order = Lengths(rng.sample(lengths, len(lengths)), weights)
+        graphs.counts.clear(), graphs.times.clear()
         if freed:
             graphs.graphs.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(continuous_batching, "uniforms", order.uniforms)
             patch.setattr(continuous_batching, "sample", order.sample)
-            rollout(graphs, space, requests, order)
-        work, counts = graphs.work, {name: graphs.counts[name] for name in ("eager", "captured", "replayed")}
-        steps, added = counts["eager"] + counts["replayed"], 2 * counts["eager"] + 3 * counts["captured"]
-        rows.append(counts | {"rows": work["rows"] / work["rows needed"], "keys": work["keys"] / work["keys needed"],
-                              "time": 1 + added / steps})  # yapf: disable
+            rollout(graphs, space, requests, order, own)
+        times, counts = graphs.times, {name: graphs.counts[name] for name in ("eager", "captured", "replayed")}
+        rows.append(counts | {"padding": times["padded"] / times["live"], "time": times["run"] / times["alone"]})
     return rows
 
 
@@ -146,19 +154,21 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="file with the length of a response per line")
     parser.add_argument("--most", type=int, default=1024, help="longest length, without a file")
     parser.add_argument("--freed", action="store_true", help="drop the graphs after every rollout")
+    parser.add_argument("--own", action="store_true", help="run every step in the shape that it needs")
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--slots", type=int, default=256, help="rows at once")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
+    parser.add_argument("--weights", type=int, default=WEIGHTS, help="size of the weights in tokens of the cache")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
     args = parser.parse_args()
     lengths = [int(line) for line in args.lengths.read_text().split()] if args.lengths else spread(most=args.most)
     rows = simulate(lengths[:len(lengths) // args.samples * args.samples], args.rollouts, args.slots, args.samples,
-                    args.prompt, freed=args.freed)
-    columns = "rollout", "eager steps", "captures", "replays", "padded rows", "padded keys", "time"
+                    args.prompt, freed=args.freed, weights=args.weights, own=args.own)
+    columns = "rollout", "eager steps", "captures", "replays", "padding", "time"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for number, row in enumerate(rows, 1):
         counts = " | ".join(str(row[name]) for name in ("eager", "captured", "replayed"))
-        print(f"| {number} | {counts} | {row['rows']:.2f} | {row['keys']:.2f} | {row['time']:.2f} |")
+        print(f"| {number} | {counts} | {row['padding']:.2f} | {row['time']:.2f} |")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ def decode_row(sizes: dict[str, Any], device: torch.device, prompts: int, sample
         if one_kernel and not takes_triton(device):
             continue
         view = Decode(cache, one_kernel)
-        view.arrange(np.arange(prompts).repeat(samples), np.full(rows, prompt), padded=True)
+        view.arrange(
+            np.arange(prompts).repeat(samples), np.full(rows, prompt), (rows, prompts, samples, prompt), stay=True)
         view.advance(torch.full((rows, ), own - 1, device=device), own)
         seconds = replayed(lambda: [view.attend_packed(i, None, None, packed) for i in range(LAYERS)],
                            device)  # noqa: B023

@@ -59,7 +59,7 @@ PREDICTED = """## What to expect
 
 Computed for one H200 from counts of launches, bytes and FLOPs, before anything was measured. The figures of one step
 assume 16384 tokens in a micro-batch, of sequences of 2048. Those of a rollout assume that every step is the replay of a
-graph, and for spread lengths 1.16 times the replays alone ([launches and graphs](host_syncs.md)).
+graph, and for spread lengths 1.14 times the replays alone ([launches and graphs](host_syncs.md)).
 
 Three choices wait for the figures:
 
@@ -83,7 +83,7 @@ STEP_S, FUSED_STEP_S = LAUNCHES * LAUNCH_S + PASSES_S, FUSED_LAUNCHES * LAUNCH_S
 CACHE = ROWS * (128 / 8 + 256) * 2 * 2 * 64 * 2  # bytes of a layer: prompts of 8 rows each, and rows, of 2 heads
 PRODUCTS_S = 11 * LAUNCH_S + (CACHE + 7 * 4 * ROWS * 14 * 384) / BYTES  # seven passes over the scores
 ONE_KERNEL_S = 2 * LAUNCH_S + CACHE / BYTES
-SPREAD = 0.432 * 1.2 / 1.16  # mean length (1 - exp(-2)) / 2 of the longest; fewer rows, shorter steps; no replays
+SPREAD = 0.432 * 1.2 / 1.14  # mean length (1 - exp(-2)) / 2 of the longest; fewer rows, shorter steps; no replays
 SYNC_S = 290 * 60e-6 + (4 + 2) * WEIGHTS / BYTES  # about six launches per weight with its proof; float32 to bfloat16
 # measurement, table, columns that choose the row, column, value
 PREDICTIONS: tuple[tuple[str, str, Row, str, float], ...] = (

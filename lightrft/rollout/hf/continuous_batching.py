@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.engine import Generated, Key, SamplingParams
-from lightrft.rollout.hf.decode_graph import padded_rows, padded_width, StepGraphs
-from lightrft.rollout.hf.kv_cache import Extend, Prefill
+from lightrft.rollout.hf.decode_graph import Shape, Shapes, StepGraphs
+from lightrft.rollout.hf.kv_cache import Extend, Prefill, sizes
 from lightrft.rollout.hf.module_calls import Forward
 from lightrft.rollout.hf.open_responses import OpenPrompt, OpenResponse, ResponseQueue
 from lightrft.rollout.hf.slots import ALIVE, Slots
@@ -52,7 +52,11 @@ class Generation:
         self.cache, self.decode, self.state = space.cache, space.decode, space.state
         self.noise, self.seen, self.tokens, self.logprobs = space.noise, space.seen, space.tokens, space.logprobs
         self.slots = Slots(space)
-        self.padded = False  # the last step had sizes rounded up
+        weights = sum(weight.nbytes for weight in model.parameters())
+        self.shapes = Shapes(weights // self.cache.spec.bytes_per_token, self.cache.plan.prompts)
+        self.reads = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # prompt slot and length of each row
+        self.sizes = 0, 0, 0, 0  # that these take
+        self.arranged: tuple[Any, ...] = ()  # shape that the attention has, and whether graphs read it
         self.variants: list[tuple[SamplingParams, np.ndarray]] = []  # parameters of the rows that draw, and the rows
         space.begin(main := stop_of(params))
         self.stops = {params.stop_token_ids: (space.stop, set(main.nonzero()[:, 0].tolist()))}
@@ -226,16 +230,17 @@ class Generation:
 
     def _step(self) -> list[Generated]:
         """Draw the next token of every row."""
-        slots, padded = self.slots, self.graphs.enabled
-        if slots.moved or padded != self.padded:
-            self._arrange(padded)
-        width = int(slots.count[:slots.live].max())
-        if padded:
-            width = padded_width(width, self.cache.plan.length)
-        rows = self.decode.live
-        compute = partial(self._compute, rows, width)
+        slots, moved = self.slots, self.slots.moved
+        if moved:
+            self._read()
         usual = [params for params, _ in self.variants] == [self.params]
-        done = self.graphs.run((self.decode.shape, width), compute) if usual else compute()
+        shape = self._shape(int(slots.count[:slots.live].max()), usual)
+        arranged = shape[:-1], self.graphs.enabled
+        if moved or arranged != self.arranged:
+            self.decode.arrange(*self.reads, *arranged)
+            self.arranged = arranged
+        compute = partial(self._compute, rows := shape.rows, shape.width)
+        done = self.graphs.run(shape, compute) if usual else compute()
         slots.count[:rows] += slots.alive[:rows]
         finished = np.flatnonzero(done.cpu().numpy())  # the one sync of a step
         return self._end(finished) if len(finished) else []
@@ -259,18 +264,24 @@ class Generation:
                 seen[index] = seen_of
         return done
 
-    def _arrange(self, padded: bool) -> None:
-        """Pass to the attention the prompt slot and the prompt length that each row reads; ``padded``: some more rows,
-        which are free."""
-        live, alive = self.slots.live, self.slots.alive
-        rows, drawing = padded_rows(live, len(alive)) if padded else live, np.flatnonzero(alive)
+    def _shape(self, width: int, usual: bool) -> Shape:
+        """Return the shape of a step whose longest response has ``width`` tokens, for graphs rounded up."""
+        needed = Shape(*self.sizes, width)
+        if not self.graphs.enabled:
+            return needed
+        needed = needed.padded(self.cache.plan)
+        return self.shapes.choose(needed) if usual else needed
+
+    def _read(self) -> None:
+        """Find the prompt slot and the prompt length that each row reads."""
+        live, drawing = self.slots.live, np.flatnonzero(self.slots.alive)
         responses = self.slots.of(drawing)
-        slots, lengths = np.full(rows, -1), np.zeros(rows, dtype=np.int64)
+        slots, lengths = np.full(live, -1), np.zeros(live, dtype=np.int64)
         slots[drawing] = [response.prompt.slot for response in responses]
         lengths[drawing] = [response.prompt.length for response in responses]
-        self.decode.arrange(slots, lengths, padded)
+        self.reads, self.sizes = (slots, lengths), sizes(slots, lengths)
         self.variants = [(params, drawing[rows]) for params, rows in _by_params([one.params for one in responses])]
-        self.slots.moved, self.padded = False, padded
+        self.slots.moved = False
 
     def _record(self, state: Tensor, rows: Tensor, logits: Tensor, noise: Tensor | None, seen: Tensor | None,
                 params: SamplingParams) -> Tensor:

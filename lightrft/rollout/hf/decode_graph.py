@@ -2,22 +2,27 @@
 
 For a small model, launching a decode step takes the host longer than the GPU needs to compute it. A graph replays the
 kernels of a step on the same memory, so it is valid as long as a step has the same shapes and addresses. Shapes are
-rounded up to a few, and what differs between steps of one shape is copied to where the graph reads it.
+rounded up to a few, and what differs between steps of one shape is copied to where the graph reads it. A step may also
+run in a larger shape, which has a graph already.
 """
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
+from operator import ge
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightrft.config.engines import HF_GRAPHS
+from lightrft.rollout.hf.kv_cache import KVPlan
 from lightrft.utils.errors import CaptureException
 from lightrft.utils.logging import get_logger
 
 EAGER = 1  # steps of one shape before it is captured: libraries load their kernels
 _WIDTH = 64  # tokens by which short keys that a step reads grow
+_SCORES = 8  # scores of a query with a key, for all heads, that take the time of a key and its value
+_SPARE = 8  # a shape has room for more prompts and samples if that adds at most an eighth to its time
 
 
 def padded_width(width: int, most: int) -> int:
@@ -31,6 +36,81 @@ def padded_rows(rows: int, most: int) -> int:
     """Round rows up to a power of two or three quarters of one, to at most ``most``."""
     above = 1 << (rows - 1).bit_length()
     return min(above - above // 4 if rows <= above - above // 4 else above, most)
+
+
+class Shape(NamedTuple):
+    """Sizes of a decode step: ``rows`` that read ``width`` tokens of responses, and ``prompts`` slots of ``longest``
+    tokens, which ``samples`` rows each read at most."""
+    rows: int
+    prompts: int
+    samples: int
+    longest: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the cache that a step reads, and as many as take the time of its scores."""
+        scores = self.rows * (self.width + self.longest) + self.prompts * self.samples * self.longest
+        return self.rows * self.width + self.prompts * self.longest + scores // _SCORES
+
+    def padded(self, plan: KVPlan) -> "Shape":
+        """Round all sizes up, to at most those of the cache."""
+        rows = padded_rows(self.rows, plan.slots)
+        return Shape(rows, padded_rows(self.prompts, plan.prompts), padded_rows(self.samples, rows),
+                     padded_width(self.longest, plan.prompt_len), padded_width(self.width, plan.length))
+
+    def covers(self, other: "Shape") -> bool:
+        """Return True if a step of the shape ``other`` can run in this one."""
+        return all(map(ge, self, other))
+
+
+class Shapes:
+    """Shapes in which the steps of a generation run.
+
+    A step runs in the smallest open shape that covers what it needs. What is padded costs the time to read it; once
+    that adds up to a step, the needed shape is opened too: graphs are few in a short rollout, and fit well in a long
+    one. The choice depends on the steps of this generation alone, not on the graphs that earlier ones have left, so a
+    run that resumes computes the same numbers.
+
+    Args:
+        weights: tokens of the cache that take as many bytes as the weights, which every step reads.
+        prompts: prompt slots.
+    """
+
+    def __init__(self, weights: int, prompts: int) -> None:
+        self.weights, self.prompts = weights, prompts
+        self.opened, self.padding = set[Shape](), Counter[Shape]()
+        self.chosen: dict[Shape, Shape] = {}  # smallest open shape of each needed one
+
+    def choose(self, needed: Shape) -> Shape:
+        """Return the shape of a step that needs ``needed``."""
+        shape = self.chosen.get(needed)
+        if shape is None:
+            larger = [shape for shape in self.opened if shape.covers(needed)]
+            shape = self.chosen[needed] = min(larger, key=lambda x: (x.tokens, x)) if larger else self._open(needed)
+        self.padding[needed] += shape.tokens - needed.tokens
+        if self.padding[needed] > self.time(needed):
+            self._open(needed)
+        return shape
+
+    def _open(self, needed: Shape) -> Shape:
+        """Let steps that need ``needed``, or somewhat more, run in a shape of their own from now on."""
+        self.opened.add(shape := self._roomy(needed))
+        self.padding[needed], self.chosen = 0, {}
+        return shape
+
+    def time(self, shape: Shape) -> int:
+        """Return the time of a step, as tokens of the cache that are read in it."""
+        return self.weights + shape.tokens
+
+    def _roomy(self, needed: Shape) -> Shape:
+        """Let ``needed`` serve other steps as well, with more prompts and samples, where that costs little."""
+        samples = max([needed.samples, *(min(shape.samples, needed.rows) for shape in self.opened)])
+        prompts = max(needed.prompts, min(self.prompts, needed.rows))
+        for roomy in (needed._replace(samples=samples, prompts=prompts), needed._replace(prompts=prompts)):
+            if (roomy.tokens - needed.tokens) * _SPARE <= self.time(needed):
+                return roomy
+        return needed
 
 
 class StepGraphs:

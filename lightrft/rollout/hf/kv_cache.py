@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention import PackedLayout, packed_attention
-from lightrft.rollout.hf.decode_graph import padded_rows, padded_width
 from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import upload
 
@@ -178,6 +177,13 @@ def _kernel() -> Callable[..., Tensor]:
     return attend
 
 
+def sizes(prompt_slots: np.ndarray, lengths: np.ndarray) -> tuple[int, int, int, int]:
+    """Count rows, prompt slots, samples of the prompt with the most, and tokens of the longest prompt; arguments as of
+    :meth:`Decode.arrange`."""
+    counts = np.bincount(prompt_slots[prompt_slots >= 0])
+    return len(prompt_slots), len(counts), int(counts.max()), int(lengths.max())
+
+
 class Decode:
     """Attention of one new token per row over its prompt and its own row.
 
@@ -192,28 +198,27 @@ class Decode:
         self.least = min(-(-_BLAS // cache.spec.dim), cache.plan.length)
         self._held: dict[tuple[int, ...], list[Tensor]] = {}  # arrays of an arrangement, by its shape
 
-    def arrange(self, prompt_slots: np.ndarray, lengths: np.ndarray, padded: bool = False) -> None:
+    def arrange(self, prompt_slots: np.ndarray, lengths: np.ndarray, shape: tuple[int, ...],
+                stay: bool = False) -> None:
         """Let row i read ``lengths[i]`` tokens of ``prompt_slots[i]`` (-1: a free row, which reads none).
 
-        ``padded``: sizes are rounded up, and an arrangement of the same ``shape`` as an earlier one is copied to where
-        a graph reads that one.
+        ``shape``: what :func:`sizes` says, or more; rows that are added are free. ``stay``: an arrangement of the same
+        ``shape`` as an earlier one is copied to where a graph reads that one.
         """
-        heads, plan = np.arange(self.cache.spec.heads), self.cache.plan
-        rows = np.flatnonzero(prompt_slots >= 0)
+        self.shape = self.live, self.prompts, width, self.longest = shape
+        if added := self.live - len(prompt_slots):
+            prompt_slots = np.pad(prompt_slots, (0, added), constant_values=-1)
+            lengths = np.pad(lengths, (0, added))
+        heads, rows = np.arange(self.cache.spec.heads), np.flatnonzero(prompt_slots >= 0)
         rows = rows[np.argsort(prompt_slots[rows], kind="stable")]
         counts = np.bincount(prompt_slots[rows])
         rank = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-        self.live, self.prompts, self.longest, width = len(prompt_slots), len(counts), int(lengths.max()), counts.max()
-        if padded:
-            self.prompts, width = padded_rows(self.prompts, plan.prompts), padded_rows(int(width), self.live)
-            self.longest = padded_width(self.longest, plan.prompt_len)
-        self.shape = self.live, self.prompts, int(width), self.longest
         index = (prompt_slots[rows, None] * len(heads) + heads) * width + rank[:, None]
         to_rows = np.zeros((self.live, len(heads)), dtype=np.int64)
         to_rows[rows] = index
         to_prompts = np.zeros(self.prompts * len(heads) * width, dtype=np.int64)
         to_prompts[index] = rows[:, None] * len(heads) + heads
-        self._place([to_rows.ravel(), to_prompts, lengths, *([prompt_slots] if self.one_kernel else [])], padded)
+        self._place([to_rows.ravel(), to_prompts, lengths, *([prompt_slots] if self.one_kernel else [])], stay)
         self.shared = self.cache.prompts.views(self.prompts, self.longest)
 
     def _place(self, arrays: list[np.ndarray], stay: bool) -> None:
