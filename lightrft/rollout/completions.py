@@ -3,13 +3,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightrft.rollout.engine import (Answer, Arrived, Completion, Continuation, Finished, NextTurn, PendingAnswer,
-                                     Request, RolloutEngine, SamplingParams)
+                                     Request, SamplingParams, SteppedEngine)
 from lightrft.rollout.open_responses import prefixes_of
 from lightrft.rollout.scheduler import generate, PendingTurn, Round, Turn
 from lightrft.types import Episode, Prompt
 
 
-def complete(engine: RolloutEngine, requests: list[Request], params: SamplingParams,
+def complete(engine: SteppedEngine, requests: list[Request], params: SamplingParams,
              on_finished: Finished | None = None, on_arrived: Arrived | None = None,
              next_turn: NextTurn | None = None) -> list[list[Completion]]:
     """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate` by episodes."""

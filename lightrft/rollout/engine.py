@@ -180,7 +180,16 @@ class SteppedEngine(Protocol):
 
     A response is known by its :data:`Key`. After a stop token it is finished; with ``waits`` it waits instead, until
     :meth:`resume` or :meth:`abort`, and holds up no other response.
+
+    ``weight_version`` counts the updates that the engine has received. ``group`` is the CPU process group of the ranks
+    that share it: they submit all of their requests and take all steps alike. None: this rank alone.
     """
+    weight_version: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model."""
 
     def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
         """Queue requests; return the number of the first, from which theirs count."""
@@ -202,20 +211,12 @@ class SteppedEngine(Protocol):
 
 
 class RolloutEngine(SteppedEngine, Protocol):
-    """An engine that lives in the training process. ``weight_version`` counts the updates it has received;
-    ``group`` is the CPU process group of the ranks that share it:
-    they submit all of their requests and take all steps alike. None: this rank alone.
+    """An engine that lives in the training process.
 
     An engine with its own weights refuses to generate until the first update. The verification of the weight sync
     (:mod:`lightrft.rollout.weight_sync.verify`) reads fingerprints of its weights, under names and in an order that the
     verification chooses.
     """
-    weight_version: int
-    group: dist.ProcessGroup | None
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens of the model."""
 
     def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
                  on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:

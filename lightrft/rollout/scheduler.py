@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightrft.models.vocabulary import check_ids
-from lightrft.rollout.engine import Generated, Key, Request, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import Generated, Key, Request, SteppedEngine, SamplingParams
 from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
 from lightrft.types import Episode, Prompt
 from lightrft.utils.watchdog import tick
@@ -60,7 +60,7 @@ class Round(NamedTuple):
 Heard = Callable[[Round], bool | None]
 
 
-def generate(engine: RolloutEngine, episodes: Sequence[Episode], params: SamplingParams,
+def generate(engine: SteppedEngine, episodes: Sequence[Episode], params: SamplingParams,
              next_turn: NextTurn | None = None, heard: Heard | None = None) -> None:
     """Generate unfinished episodes to their end, beside those of other callers; a collective of the ranks that share
     the engine.
@@ -147,7 +147,7 @@ class Flight(NamedTuple):
         return self.run.params.max_new_tokens - self.episode.response_len
 
 
-_SCHEDULERS: "weakref.WeakKeyDictionary[RolloutEngine, Scheduler]" = weakref.WeakKeyDictionary()
+_SCHEDULERS: "weakref.WeakKeyDictionary[SteppedEngine, Scheduler]" = weakref.WeakKeyDictionary()
 
 
 class Scheduler:
@@ -162,20 +162,20 @@ class Scheduler:
         waiting: those that wait for a turn; those of this rank with the turn.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self._engine = weakref.ref(engine)
         self.flights: dict[Key, Flight] = {}
         self.waiting: dict[Key, Turn | PendingTurn] = {}
 
     @classmethod
-    def of(cls, engine: RolloutEngine) -> "Scheduler":
+    def of(cls, engine: SteppedEngine) -> "Scheduler":
         """Return the one scheduler of ``engine``."""
         if engine not in _SCHEDULERS:
             _SCHEDULERS[engine] = cls(engine)
         return _SCHEDULERS[engine]
 
     @property
-    def engine(self) -> RolloutEngine:
+    def engine(self) -> SteppedEngine:
         """The engine, which outlives its scheduler."""
         engine = self._engine()
         assert engine is not None, "callers hold it"
@@ -243,9 +243,9 @@ class Scheduler:
             return {}
         own_turns = {key: _result(turn) for key, turn in self.waiting.items()
                      if key[0] in self.flights[key].run.groups and _is_there(turn)}  # yapf: disable
-        turns = share_turns(own_turns, self.engine.group)
-        self.waiting = {key: turn for key, turn in self.waiting.items() if key not in turns}
-        return turns
+        ready = share_turns(own_turns, self.engine.group)
+        self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
+        return ready
 
     def _go_on(self, turns: dict[Key, Turn]) -> None:
         """Resume the responses that have a next turn with room behind it, and end the others."""

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -88,7 +89,7 @@ class HFEngine:
         one_kernel: the attention of a decode step is one kernel in Triton; for CUDA.
     """
 
-    group = None  # every rank has an engine of its own
+    group: dist.ProcessGroup | None = None  # every rank has an engine of its own
 
     def __init__(self, hf_model: nn.Module, eos_token_ids: Iterable[int], kv_bytes: int = 0, owns_model: bool = False,
                  share: int = 1, max_seqs: int = 0, modality: ActorModality | None = None, longest: int = 0,
