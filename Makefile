@@ -50,7 +50,7 @@ browser:
 # The numeric tests again, as on another CPU: with other vector instructions and two threads. Tests of files, logs, signals,
 # alarms, plans of batches and the order of prompts are not numeric. oneDNN must be limited too: on CPUs with AMX it packs
 # bfloat16 for attention, for which torch then lacks the instructions.
-NOT_NUMERIC := $(addprefix trainer/tests/test_,frozen_model garbage hub_files offloader prompt_source replay_buffer \
+NOT_NUMERIC := $(addprefix trainer/tests/test_,frozen_model garbage hub_files offloader prompt_source batch_plan \
   resumed_options run_log sample_recorder session tripwires) \
   $(addprefix models/tests/test_,foreign_folders tokenizer weight_files)
 OTHER := import torch; print("avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default")

@@ -93,8 +93,9 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
         help="read options from a YAML file, nested by group or flat; flags win; a later file wins over an earlier")
     parser.add_argument(
         "--plugin", action="extend", nargs="+", default=[], metavar="FILE.py",
-        help="import Python files, or modules by name, that register algorithms (and their options), rewards or data "
-        "sources; several are separated by spaces or commas, and the flag may be given again")
+        help="import Python files, or modules by name, that register algorithms (and their options), optimizers, "
+        "rewards, data sources or numbers of responses; several are separated by spaces or commas, and the flag may be "
+        "given again")
     parser.add_argument("--dry_run", action="store_true",
                         help="print the resolved configuration, batch sizes, memory and time estimates, and exit")
     parser.add_argument(

@@ -12,6 +12,7 @@ from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
+FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,9 @@ class SteppedEngine(Protocol):
     A response is known by its :data:`Key`. After a stop token it is finished; with ``waits`` it waits instead, until
     :meth:`resume` or :meth:`abort`, and holds up no other response.
 
-    ``weight_version`` counts the updates that the engine has received. ``group`` is the CPU process group of the ranks
-    that share it: they submit all of their requests and take all steps alike. None: this rank alone.
+    ``weight_version`` is the version of the last update: 0 before any, and after the first one. ``group`` is the CPU
+    process group of the ranks that share the engine: they submit all of their requests and take all steps alike. None:
+    this rank alone.
     """
     weight_version: int
     group: dist.ProcessGroup | None

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lightrft.rollout.engine import RolloutEngine
 
 MIB = 1 << 20
+MEMBERS = ("weight_version", "group", "vocabulary", "submit", "step", "resume", "abort", "update_weights",
+           "shared_storage", "weight_dtypes", "fingerprints", "sleep", "wake", "shutdown")  # of every engine
 PHASES = ("generation", "log-probs", "backward", "optimizer", "weight sync")  # of a step; backward: and its forward
 ByPhase = tuple[float, float, float, float, float]  # bytes in each of PHASES
 
@@ -25,7 +27,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     The engine NAME is built by ``build_NAME_engine`` of ``lightrft.rollout.NAME.engine``.
 
     Raises:
-        ValueError: there is no such engine.
+        UserError: there is no such engine, or it lacks methods.
     """
     name = cfg.engine_type
     if name not in ENGINES:
@@ -34,7 +36,11 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if strategy.plans:
         return import_module("lightrft.rollout.planned").PlannedEngine()
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
-    return build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
+    engine = build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
+    if missing := sorted(name for name in MEMBERS if not hasattr(engine, name)):
+        raise UserError(f"--engine_type {name}: the engine has no {', '.join(missing)}; lightrft.rollout.engine."
+                        "RolloutEngine says what each is (docs/contributing.md, An engine)")
+    return engine
 
 
 def check_rope(cfg: RolloutConfig, config: Any) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightrft.models.vocabulary import check_ids
-from lightrft.rollout.engine import Generated, Key, Request, SteppedEngine, SamplingParams
+from lightrft.rollout.engine import (Completion, FINISH_REASONS, Generated, Key, Request, SamplingParams, SteppedEngine)
 from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
 from lightrft.types import Episode, Prompt
 from lightrft.utils.watchdog import tick
@@ -216,6 +216,7 @@ class Scheduler:
         ended, stopped = dict[Key, Turn](), list[Key]()
         for number, sample, part in parts:
             if (flight := self.flights.get(key := (number, sample))) is not None:
+                _check_part(part, flight)
                 flight.episode.add(part, self.engine.weight_version)
                 if part.finish_reason == "stop" and flight.run.next_turn is not None:
                     stopped.append(key)
@@ -286,6 +287,19 @@ class Scheduler:
         for key in keys:
             self.flights.pop(key, None)
             self.waiting.pop(key, None)
+
+
+def _check_part(part: Completion, flight: Flight) -> None:
+    """Refuse a part that no engine may return.
+
+    Raises:
+        RuntimeError: an unknown reason, more tokens than the response may have, or not one log-prob per token.
+    """
+    drawn, room = len(part.token_ids), flight.room
+    if part.finish_reason not in FINISH_REASONS or drawn > room or drawn != len(part.logprobs):
+        raise RuntimeError(f"the engine returned {drawn} tokens with {len(part.logprobs)} log-probs and the reason "
+                           f"{part.finish_reason!r} for a response that may have {room} further tokens; reasons are "
+                           f"{', '.join(FINISH_REASONS)}")
 
 
 def _groups(episodes: Iterable[Episode]) -> list[list[Episode]]:

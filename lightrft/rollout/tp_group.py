@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import Completion, Ended, Key, Request
+from lightrft.rollout.engine import Completion, Ended, FINISH_REASONS, Key, Request
 from lightrft.utils.env import World
 
 T = TypeVar("T")
 Record = list[list[int]]
-_REASONS = ("stop", "length", "abort")
 
 
 def _encode(records: Iterable[Record]) -> Tensor:
@@ -110,7 +109,7 @@ def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended
         return ended
     numbers: list[float] = []
     for i, j, one in ended:
-        numbers += [i, j, _REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
+        numbers += [i, j, FINISH_REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
     rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
     return [(int(i), int(next(rest)), _completion(rest)) for i in rest]
 
@@ -118,4 +117,4 @@ def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended
 def _completion(numbers: Iterator[float]) -> Completion:
     reason, length = int(next(numbers)), int(next(numbers))
     token_ids = [int(number) for number in islice(numbers, length)]
-    return Completion(token_ids, list(islice(numbers, length)), _REASONS[reason])
+    return Completion(token_ids, list(islice(numbers, length)), FINISH_REASONS[reason])

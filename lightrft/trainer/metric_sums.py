@@ -128,10 +128,13 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
 
 def number_metrics(shards: Shards) -> dict[str, float]:
     """Return ``response/<name>/mean``, ``min`` and ``max`` of the declared numbers, over the responses or the tokens
-    that have them."""
+    that have them; nothing of a number that none has."""
     metrics: dict[str, float] = {}
     for name, values in shards.exp.extra.items():
-        stats = moments(values[~values.isnan()].double(), shards.ranks)
+        numbers = values[~values.isnan()].double()
+        if not shards.ranks.total(torch.tensor(len(numbers))):
+            continue
+        stats = moments(numbers, shards.ranks)
         metrics |= {f"response/{name}/{kind}": getattr(stats, kind) for kind in ("mean", "min", "max")}
     return metrics
 

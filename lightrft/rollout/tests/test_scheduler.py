@@ -1,14 +1,21 @@
 """Episodes of several callers on one engine: each is what it is alone, and is heard of once."""
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Config
 
+from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.engines import get_engine, MEMBERS
+from lightrft.rollout.hf import engine as hf
 from lightrft.rollout.scheduler import generate, Quota, Scheduler
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.tests.support.turns import PARAMS
 from lightrft.types import Episode, Key, Prompt
+from lightrft.utils.errors import UserError
 
 GREEDY = replace(PARAMS, temperature=0.0)
 
@@ -142,3 +149,25 @@ def test_the_first_temperature_is_that_of_each_caller():
 
 def test_nothing_is_submitted_for_nobody():
     generate(engine(), [], SamplingParams(4), heard=lambda finished: 1 / 0)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"finish_reason": "eos"}, "the reason 'eos'"), ({"logprobs": []}, "with 0 log-probs"),
+    ({"token_ids": [5] * 99, "logprobs": [0.0] * 99}, "99 tokens .* that may have")
+])  # yapf: disable
+def test_a_part_that_no_engine_may_return_is_named(change, words):
+    broken = engine()
+    step = broken.step
+    broken.step = lambda: [each._replace(part=replace(each.part, **change)) for each in step()]
+    with pytest.raises(RuntimeError, match=words):
+        generate(broken, episodes(), PARAMS)
+
+
+def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
+    config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config()))
+    strategy = SimpleNamespace(plans=False, device="cpu", cfg=SimpleNamespace(collective_limit_s=1))
+    for built, missing in ((SimpleNamespace(weight_version=0), sorted({*MEMBERS} - {"weight_version"})), (engine(),
+                                                                                                          [])):
+        monkeypatch.setattr(hf, "build_hf_engine", lambda *args: built)  # noqa: B023
+        with pytest.raises(UserError, match=f"the engine has no {', '.join(missing)};") if missing else nullcontext():
+            assert get_engine(RolloutConfig(), config, strategy, None) is built

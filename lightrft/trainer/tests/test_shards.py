@@ -39,9 +39,10 @@ LENGTHS = [3, 9, 4, 4, 7, 1, 12, 2, 5, 6]  # response tokens
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """A number that some responses have."""
+    """A number that some responses have, and one that none has, which is no metric."""
     monkeypatch.setattr(NUMBERS, "_entries", {})
     declare("calls", missing=-1.0)
+    declare("unset")
 
 
 def sample(number):
