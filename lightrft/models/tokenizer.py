@@ -11,7 +11,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.models.generation_config import declared, fault, NAME, valid_part
-from lightrft.models.config_json import logit_count, takes_media
+from lightrft.models.config_json import logit_count, read_config, takes_media
 from lightrft.utils.errors import did_you_mean, first_line, UserError
 from lightrft.utils.hub import model_folder, read_pretrained
 from lightrft.utils.logging import get_logger, warn_of_all
@@ -52,6 +52,9 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
             f"{path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files there")
+    has_config = folder is None or (folder / "config.json").is_file()
+    if folder is not None and has_config:
+        read_config(path)  # the class of a tokenizer depends on it; what is wrong with it has words of its own
     try:
         tokenizer = read_pretrained(AutoTokenizer, folder or path)
     except (OSError, ValueError, KeyError) as error:
@@ -67,7 +70,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     if not tokenizer.chat_template and chat_template is None and folder is not None:
         own = folder / "chat_template.json"  # of the processor, in folders of older models
         tokenizer.chat_template = read_chat_template(str(own)) if own.is_file() else None
-    if folder is None or (folder / "config.json").is_file():
+    if has_config:
         _check_ends(path, folder, tokenizer)
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
