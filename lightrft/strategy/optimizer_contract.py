@@ -8,12 +8,13 @@ from lightrft.config.shared_schema import OptimConfig
 from lightrft.strategy.optimizers import Optimizer
 from lightrft.utils.errors import UserError
 
-SHAPE, STEPS = (4, 2), 2
+SHAPE, STEPS, RATE = (4, 2), 3, 0.1
 WHOLE, HALVES = (slice(None), ), (slice(0, 4), slice(4, None))  # of the elements
 
 
 def check_contract(entry: Optimizer, cfg: OptimConfig) -> None:
-    """Check the state and, unless it needs whole parameters, that halves of one are updated as in the whole.
+    """Check the state, that steps depend on the learning rate of their group and, unless it needs whole parameters,
+    that halves of one are updated as in the whole.
 
     Raises:
         UserError: what differs, and what the registration has to say instead.
@@ -32,13 +33,17 @@ def check_contract(entry: Optimizer, cfg: OptimConfig) -> None:
         raise UserError(f"--optim {name}: its moments {', '.join(missing)} stay 0; drop them from its registration")
     if not torch.allclose(started, weight):
         raise UserError(f"--optim {name}: its first steps differ when its state begins as zeros, as state does here")
+    if torch.allclose(_trained(entry, cfg, WHOLE, zeros=True, rate=2 * RATE)[0], weight):
+        raise UserError(
+            f"--optim {name}: its steps do not depend on the lr of their group, which the schedule sets; read "
+            "group['lr'] in step()")
     if not entry.needs_whole and not torch.allclose(_trained(entry, cfg, HALVES, zeros=True)[0], weight):
         raise UserError(f"--optim {name}: it updates half a parameter differently from that half of the whole; "
                         "register it with needs_whole=True")
 
 
-def _trained(entry: Optimizer, cfg: OptimConfig, parts: tuple[slice, ...],
-             zeros: bool) -> tuple[Tensor, dict[str, Any]]:
+def _trained(entry: Optimizer, cfg: OptimConfig, parts: tuple[slice, ...], zeros: bool,
+             rate: float = RATE) -> tuple[Tensor, dict[str, Any]]:
     """Take steps on flat ``parts`` of a parameter, or on the whole in its shape, each with an optimizer of its own.
 
     Returns:
@@ -47,12 +52,12 @@ def _trained(entry: Optimizer, cfg: OptimConfig, parts: tuple[slice, ...],
     values = torch.linspace(-1, 1, 8, device="cpu")
     for part in parts:
         weight = torch.nn.Parameter(values[part].clone().view(SHAPE if part in WHOLE else -1))
-        rule = entry.build([{"params": [weight], "lr": 0.1, "weight_decay": 0.1}], cfg)
+        rule = entry.build([{"params": [weight], "lr": rate, "weight_decay": 0.1}], cfg)
         if zeros:
             moments = {key: torch.zeros_like(weight) for key in entry.moments(cfg)}
             rule.state[weight] = {"step": torch.zeros((), device="cpu"), **moments}
         for step in range(STEPS):
-            weight.grad = (weight.detach() + 1.5 + step)**3
+            weight.grad = torch.sin(5 * weight.detach() + 2 * step + 0.5)  # both signs, which change from step to step
             rule.step()
         values[part] = weight.detach().view(-1)
     return values.view(SHAPE), rule.state[weight]

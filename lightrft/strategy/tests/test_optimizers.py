@@ -26,6 +26,22 @@ GOOD = {"pretrain": "org/model", "train_data": ["org/data"]}
 GPU = Device("cuda:0", 80 << 30, 80 << 30)
 
 
+class SignOfMean(torch.optim.Optimizer):
+    """Steps by the sign of a mean of gradients, which begins as the first one, or as ``zeros``; ``rate`` is its own."""
+
+    def __init__(self, groups, defaults, zeros=False, rate=None):
+        super().__init__(groups, defaults)
+        self.zeros, self.rate = zeros, rate
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                begun = torch.zeros_like(weight) if self.zeros else weight.grad.clone()
+                mean = self.state[weight].setdefault("mean", begun).lerp_(weight.grad, 0.1)
+                weight -= (self.rate or group["lr"]) * mean.sign()
+
+
 class Normalized(torch.optim.Optimizer):
     """Steps of the length of the rate, along the gradient of a whole parameter."""
 
@@ -86,6 +102,8 @@ def test_a_name_that_is_registered_trains_and_no_other():
     (torch.optim.AdamW, {"moments": ("exp_avg", "exp_avg_sq", "max")}, "its moments max stay 0; drop them"),
     (lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=1.0), {"moments": ("sum", )},
      "differ when its state begins as zeros"),
+    (lambda groups: SignOfMean(groups, {}), {"moments": ("mean", )}, "differ when its state begins as zeros"),
+    (lambda groups: SignOfMean(groups, {}, zeros=True, rate=1e-4), {"moments": ("mean", )}, "do not depend on the lr"),
     (lambda groups: Normalized(groups, {}), {"moments": ()}, "register it with needs_whole=True"),
 ])
 def test_a_registration_that_is_not_true_is_refused(register, make, facts, words):
