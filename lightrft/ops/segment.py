@@ -178,6 +178,7 @@ class Moments(NamedTuple):
     std: float  # of the whole set, not an estimate
     min: float
     max: float
+    size: int
 
 
 def moments(values: Tensor, ranks: Ranks = HERE) -> Moments:
@@ -188,11 +189,11 @@ def moments(values: Tensor, ranks: Ranks = HERE) -> Moments:
         own = [len(values), *(each.item() for each in found)]
     counts, means, stds, lows, highs = ranks.stack(torch.tensor(own, dtype=torch.float64)).unbind(1)
     if not counts.sum():
-        return Moments(0.0, 0.0, 0.0, 0.0)
+        return Moments(0.0, 0.0, 0.0, 0.0, 0)
     weights = counts / counts.sum()  # exactly 1 on one rank
     mean = (weights * means).sum()
     variance = (weights * (stds**2 + (means - mean)**2)).sum()
-    return Moments(mean.item(), variance.sqrt().item(), lows.min().item(), highs.max().item())
+    return Moments(mean.item(), variance.sqrt().item(), lows.min().item(), highs.max().item(), int(counts.sum()))
 
 
 class RowGather:

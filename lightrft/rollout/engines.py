@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from lightrft.rollout.engine import RolloutEngine
 
 MIB = 1 << 20
-MEMBERS = ("weight_version", "group", "vocabulary", "submit", "step", "resume", "abort", "update_weights",
-           "shared_storage", "weight_dtypes", "fingerprints", "sleep", "wake", "shutdown")  # of every engine
 PHASES = ("generation", "log-probs", "backward", "optimizer", "weight sync")  # of a step; backward: and its forward
 ByPhase = tuple[float, float, float, float, float]  # bytes in each of PHASES
 
@@ -37,10 +35,19 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
         return import_module("lightrft.rollout.planned").PlannedEngine()
     build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
     engine = build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
-    if missing := sorted(name for name in MEMBERS if not hasattr(engine, name)):
+    if missing := sorted(name for name in members() if not hasattr(engine, name)):
         raise UserError(f"--engine_type {name}: the engine has no {', '.join(missing)}; lightrft.rollout.engine."
                         "RolloutEngine says what each is (docs/contributing.md, An engine)")
     return engine
+
+
+def members() -> set[str]:
+    """Return the names that every engine has: those of its protocols, but for ``generate``, which callers of requests
+    alone need."""
+    from lightrft.rollout.engine import RolloutEngine, SteppedEngine
+    names = (name for protocol in (SteppedEngine, RolloutEngine)
+             for name in (*vars(protocol), *protocol.__annotations__))
+    return {name for name in names if not name.startswith("_")} - {"generate"}
 
 
 def check_rope(cfg: RolloutConfig, config: Any) -> None:

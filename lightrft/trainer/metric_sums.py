@@ -131,11 +131,9 @@ def number_metrics(shards: Shards) -> dict[str, float]:
     that have them; nothing of a number that none has."""
     metrics: dict[str, float] = {}
     for name, values in shards.exp.extra.items():
-        numbers = values[~values.isnan()].double()
-        if not shards.ranks.total(torch.tensor(len(numbers))):
-            continue
-        stats = moments(numbers, shards.ranks)
-        metrics |= {f"response/{name}/{kind}": getattr(stats, kind) for kind in ("mean", "min", "max")}
+        stats = moments(values[~values.isnan()].double(), shards.ranks)
+        kinds = ("mean", "min", "max") if stats.size else ()
+        metrics |= {f"response/{name}/{kind}": getattr(stats, kind) for kind in kinds}
     return metrics
 
 
