@@ -20,11 +20,10 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.scheduler import Quota
 from lightrft.strategy.strategy import FakeStrategy
-from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GenerationRun, Rollout, Scored
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GenerationRun, Rollout, Wait
 from lightrft.trainer.partial_rollout import OversamplingSource
-from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.shards import Shards
-from lightrft.types import Episode, Experience, Prompt
+from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.timer import Timer
 
 RESPONSES, PROMPT = 512, 128
@@ -47,15 +46,14 @@ class Generating(FastExperienceMaker):
         self.strategy.setup()
         self.sampling = SamplingParams(LONGEST)
 
-    def advance(self, mine: list[ResponseGroup], step: int | str, quota: int, due: set[int]) -> tuple[list, Scored]:
+    def advance(self, mine: list[Episode], quota: int, due: set[int]) -> tuple[list, Wait]:
         """Generate as the trainer does."""
-        self.seed(mine, step)
         with self.timer("rollout"):
-            return SilentRun(self, mine, Quota(quota, due & {group.number for group in mine})).run(), list
+            return SilentRun(self, mine, Quota(quota, due & {each.group_id for each in mine})).run(), lambda: None
 
-    def complete(self, exp: Experience, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
+    def complete(self, episodes: list[Episode], step: int, kl_coef: float = 0.0, wait: Wait | None = None) -> Rollout:
         """Return the batch unchanged."""
-        return Rollout(Shards(self.strategy, exp), None, [], [], {})
+        return Rollout(Shards(self.strategy, Batch.of(episodes)), None, [], {})
 
 
 def measure(factor: float, max_staleness: int, steps: int,

@@ -25,10 +25,9 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rollout.engine import Request
 from lightrft.rollout.vllm.parts import native_params
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
-from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, build_models
-from lightrft.types import Prompt
+from lightrft.types import Episode, Prompt
 
 
 def llm_around(native: Any, path: str) -> Any:
@@ -48,17 +47,16 @@ class Ways:
 
     def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list
-        maker.seed(groups := self.groups(), 0)
-        self.requests = [Request.of(group.prompt, [each.seed for each in group.responses]) for group in groups]
+        self.requests = [Request.of(group[0].prompt, [each.seed for each in group]) for group in self.groups()]
         self.stop_ids = maker.engine.stop_ids(maker.sampling)
 
-    def groups(self) -> list[ResponseGroup]:
+    def groups(self) -> list[list[Episode]]:
         """Return new groups of the prompts."""
-        return [ResponseGroup.new(i, prompt, self.maker.size) for i, prompt in enumerate(self.prompts)]
+        return [self.maker.open(i, prompt, 0) for i, prompt in enumerate(self.prompts)]
 
     def trainer(self) -> int:
         """Generate through the maker. Rewards are collected outside the time: they overlap with training passes."""
-        samples, self.wait = self.maker.advance(self.groups(), 0, len(self.prompts), set())
+        samples, self.wait = self.maker.advance(sum(self.groups(), []), len(self.prompts), set())
         return sum(sample.response_len for sample in samples)
 
     def bare(self) -> int:

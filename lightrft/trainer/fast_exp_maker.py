@@ -6,6 +6,7 @@ forward passes run, while the engine still generates the others.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -23,16 +24,16 @@ from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
-from lightrft.trainer.samples import decode, respond, ResponseGroup, reward_input, sample_seed, sampling_params
+from lightrft.trainer.samples import decode, group_seeds, respond, reward_input, sampling_params
 from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
-from lightrft.types import Batch, Episode, MediaSource, Prompt
+from lightrft.types import Batch, by_group, Episode, Key, MediaSource, Prompt
 from lightrft.utils.lightrft_names import answers_names
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
 Item = TypeVar("Item")
-Scored = Callable[[], list[Episode]]  # waits for the scores of this rank's episodes, and returns these
+Wait = Callable[[], None]
 
 
 class Listener(Protocol):
@@ -93,71 +94,71 @@ class GreedyBaseline:
                  environment: Environment | None = None) -> None:
         self.engine, self.rewards, self.tokenizer, self.environment = engine, rewards, tokenizer, environment
 
-    def start(self, samples: list[Episode], sampling: SamplingParams) -> Callable[[], dict[int, tuple]]:
+    def start(self, samples: list[Episode], sampling: SamplingParams) -> Wait:
         """Answer the prompts of this rank's ``samples`` greedily and start scoring.
 
         Args:
             sampling: parameters of the samples; length and stop tokens are taken from them.
 
         Returns:
-            A function that waits for the scores: group id -> (reward or None, tokens of the response).
+            A function that waits for the scores, and sets ``greedy`` of the samples.
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        prompts = list({sample.group_id: sample.prompt for sample in samples}.items())
+        groups = by_group(samples)
+        prompts = [(number, group[0].prompt) for number, group in groups.items()]
         greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params, "greedy")
-        handle = self.rewards.submit([reward_input(sample.prompt, sample.text) for sample in greedy])
+        handle = self.rewards.submit([reward_input(episode.prompt, episode.text) for episode in greedy])
 
-        def wait() -> dict[int, tuple]:
+        def wait() -> None:
             self.rewards.flush()
-            return {sample.group_id: (score.total, sample.response_len)
-                    for sample, score in zip(greedy, self.rewards.collect(handle))}  # yapf: disable
+            for group, episode, score in zip(groups.values(), greedy, self.rewards.collect(handle), strict=True):
+                for sample in group:
+                    sample.greedy = score.total, episode.response_len
 
         return wait
 
 
 class GenerationRun:
-    """One generation of this rank's ``groups``, up to ``quota``; it reports finished responses to the listeners."""
+    """One generation of this rank's ``episodes``, group by group, up to ``quota``; it reports finished ones to the
+    listeners."""
 
-    def __init__(self, maker: "FastExperienceMaker", groups: list[ResponseGroup], quota: Quota) -> None:
-        self.maker, self.quota = maker, quota
-        self.groups = {group.number: group for group in groups}
-        self.each = maker.reports_each(groups)
-        self.samples: dict[int, dict[int, Episode]] = {number: {} for number in self.groups}  # reported, by index
-        self.bar = phase(min(quota.groups, len(groups)), "rollout", "prompt")
+    def __init__(self, maker: "FastExperienceMaker", episodes: list[Episode], quota: Quota) -> None:
+        self.maker, self.quota, self.episodes, self.groups = maker, quota, episodes, by_group(episodes)
+        self.each = maker.reports_each([group[0].prompt for group in self.groups.values()])
+        self.reported: set[Key] = set()
+        self.bar = phase(min(quota.groups, len(self.groups)), "rollout", "prompt")
 
     def run(self) -> list[Episode]:
-        """Generate; return the reported samples, group by group."""
-        maker, groups = self.maker, self.groups.values()
-        opened = [] if self.quota.met else [episode for group in groups for episode in group.open]
-        generate(maker.engine, opened, maker.sampling, next_turn(maker.environment, maker.tokenizer),
-                 self._heard if maker.overlaps else None)
-        for group in groups:  # nothing is overlapped, or they finished while the engine stopped
-            if not (group.open or group.number in self.quota.finished):
-                self._complete(group)
+        """Generate; return the reported episodes."""
+        maker = self.maker
+        generate(maker.engine, [] if self.quota.met else [episode for episode in self.episodes if episode.open],
+                 maker.sampling, next_turn(maker.environment, maker.tokenizer), self._heard if maker.overlaps else None)
+        for number, group in self.groups.items():  # nothing is overlapped, or they finished while the engine stopped
+            if not any(episode.open for episode in group) and number not in self.quota.finished:
+                self._complete(number)
         self.bar.close()
-        return [samples[index] for samples in self.samples.values() for index in sorted(samples)]
+        return [episode for episode in self.episodes if episode.key in self.reported]
 
     def _heard(self, finished: Round) -> bool:
         if self.each:
             self._report(finished.episodes)
         for episode, *_ in finished.groups:
-            self._complete(self.groups[episode.group_id])
+            self._complete(episode.group_id)
         return self.quota.met
 
-    def _complete(self, group: ResponseGroup) -> None:
-        """Report the remaining responses of a finished group, and the group."""
+    def _complete(self, number: int) -> None:
+        """Report the remaining episodes of a finished group, and the group."""
         self.bar.update(1)
-        self.quota.finished.add(group.number)
-        begun = self.samples[group.number]
-        if rest := [each for each in group.responses if each.score is None and each.index not in begun]:
+        self.quota.finished.add(number)
+        if rest := [each for each in self.groups[number] if each.score is None and each.key not in self.reported]:
             self._report(rest)
         for listener in self.maker.listeners:
-            listener.finished(group.number)
+            listener.finished(number)
 
     def _report(self, finished: list[Episode]) -> None:
-        """Decode finished responses and report them."""
-        for sample in decode(self.maker.tokenizer, finished, self.maker.sampling.stop_token_ids):
-            self.samples[sample.group_id][sample.index] = sample
+        """Decode finished episodes and report them."""
+        decode(self.maker.tokenizer, finished, self.maker.sampling.stop_token_ids)
+        self.reported |= {episode.key for episode in finished}
         for listener in self.maker.listeners:
             listener.arrived(finished)
 
@@ -167,8 +168,7 @@ class Rollout:
     """Rollout batch of all ranks, ready for the update. An empty one makes no update."""
     shards: Shards
     plan: BatchPlan
-    episodes: list[Episode]  # those that this rank generated, with their scores
-    numbers: list[int]  # their indices in the batch
+    episodes: list[Episode]  # those that this rank generated, with their scores; in the batch at ``shards.numbers``
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -205,7 +205,7 @@ class FastExperienceMaker:
         self.reward_listener = RewardListener(rewards)
         self.listeners: list[Listener] = [self.reward_listener, *([overlapped] if overlapped is not None else [])]
         rollout = config.rollout
-        self.size, self.per_step = rollout.n_samples_per_prompt, config.reward.step_reward == "per_step"
+        self.per_step = config.reward.step_reward == "per_step"
         self.sampling = sampling_params(rollout, tokenizer)
         self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
 
@@ -216,24 +216,24 @@ class FastExperienceMaker:
 
     def make(self, prompts: list[Prompt], step: int, kl_coef: float = 0.0) -> Rollout:
         """Make one rollout over the global batch ``prompts`` (the same list on every rank)."""
-        return self.complete(*self.generate(list(enumerate(prompts)), step), step, kl_coef)
+        episodes, wait = self.generate(list(enumerate(prompts)), step)
+        return self.complete(episodes, step, kl_coef, wait)
 
-    def generate(self, numbered: list[tuple[int, Prompt]], step: int | str) -> tuple[Batch, Scored]:
+    def open(self, number: int, prompt: Prompt, step: int | str) -> list[Episode]:
+        """Return a group of empty episodes, with the seeds of :func:`group_seeds`."""
+        return Episode.group(prompt, number, group_seeds(self.config, step, number))
+
+    def generate(self, numbered: list[tuple[int, Prompt]], step: int | str) -> tuple[list[Episode], Wait]:
         """Generate responses to this rank's share of numbered prompts; a collective.
 
         Args:
-            step: part of each sample's seed, with the numbers of the prompt and of the sample.
+            step: part of the seeds, as in :func:`group_seeds`.
 
         Returns:
-            The packed samples of this rank, and a function that waits for their scores.
+            The episodes of this rank, and a function that waits for their scores.
         """
-        mine = [ResponseGroup.new(number, prompt, self.size) for number, prompt in self.deal(numbered)]
-        samples, scored = self.advance(mine, step, len(mine), set())
-        with self.timer("gather"):
-            exp = Batch.of(samples)
-            if self.overlapped is not None:
-                self.overlapped.fill(exp)
-        return exp, scored
+        mine = [self.open(*each, step) for each in self.deal(numbered)]
+        return self.advance([*chain.from_iterable(mine)], len(mine), set())
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
         """Process the media of this rank's share of the next prompts in the background. Media with cached features are
@@ -249,80 +249,82 @@ class FastExperienceMaker:
         """Return this rank's share of ``items``, dealt one by one."""
         return self.strategy.mesh.engines.of(items)
 
-    def advance(self, mine: list[ResponseGroup], step: int | str, quota: int,
-                due: set[int]) -> tuple[list[Episode], Scored]:
+    def advance(self, mine: list[Episode], quota: int, due: set[int]) -> tuple[list[Episode], Wait]:
         """Generate until ``quota`` of this rank's groups are finished, and all with a number in ``due``; a collective.
 
+        Args:
+            mine: episodes of this rank, group by group.
+
         Returns:
-            The samples whose scoring began in this call (the rest of every group finished now, and perhaps samples of
+            The episodes whose scoring began in this call (the rest of every group finished now, and perhaps episodes of
             other groups), and a function that waits for their scores.
         """
+        numbers = dict.fromkeys(episode.group_id for episode in mine)
         with ExitStack() as stack:
             for listener in self.listeners:
-                stack.enter_context(listener.during([group.number for group in mine]))
+                stack.enter_context(listener.during([*numbers]))
             with self.timer("rollout"):
-                self.seed(mine, step)
-                policy = Quota(quota, due & {group.number for group in mine})
-                samples = GenerationRun(self, mine, policy).run()
+                samples = GenerationRun(self, mine, Quota(quota, due & numbers.keys())).run()
         with self.timer("rollout"):  # it ends when the slowest rank is done
             self.strategy.barrier()
         return samples, self._scored(samples, self._answer_greedily(samples))
 
-    def reports_each(self, groups: list[ResponseGroup]) -> bool:
+    def reports_each(self, prompts: Sequence[Prompt]) -> bool:
         """Return True if single responses are reported before their group is finished.
 
         With ``--oversample`` a score is carried over with its group, so it must be complete without it.
         """
-        prompts = [group.prompt for group in groups]
         if not (self.overlaps and any(listener.wants_each(prompts) for listener in self.listeners)):
             return False
         if self.config.rollout.oversample <= 1:
             return True
         return not (self.greedy or any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts))
 
-    def _answer_greedily(self, samples: list[Episode]) -> Callable[[], dict[int, tuple]]:
+    def _answer_greedily(self, samples: list[Episode]) -> Wait | None:
         """Start the greedy baseline of each group, if needed; the function returned waits for its scores."""
         if self.greedy is None:
-            return dict
+            return None
         with self.timer("greedy"):
             baseline = self.greedy.start(samples, self.sampling)
             self.strategy.barrier()
         return baseline
 
-    def _scored(self, samples: list[Episode], baseline: Callable[[], dict[int, tuple]]) -> Scored:
+    def _scored(self, samples: list[Episode], baseline: Wait | None) -> Wait:
 
-        def wait() -> list[Episode]:
+        def wait() -> None:
             with self.timer("reward"):
-                greedy, scores = baseline(), self.reward_listener.scores()
-                for sample, score in zip(samples, scores):
-                    sample.score, sample.greedy = score, greedy.get(sample.group_id)
+                if baseline is not None:
+                    baseline()
+                for sample, score in zip(samples, self.reward_listener.scores(), strict=True):
+                    sample.score = score
                     if score.steps:
                         sample.steps = on_tokens(sample, score.steps, self.tokenizer)
-            return samples
 
         return wait
 
-    def seed(self, groups: list[ResponseGroup], step: int | str) -> None:
-        """Give every response its seed, which it keeps when it is resumed."""
-        for response in (response for group in groups for response in group.responses):
-            response.seed = sample_seed(self.config.train.seed, step, response.group_id, response.index)
+    def _packed(self, episodes: list[Episode]) -> Batch:
+        """Pack episodes, with what was computed of them while the engine generated."""
+        exp = Batch.of(episodes)
+        if self.overlapped is not None:
+            self.overlapped.fill(exp)
+        return exp
 
-    def complete(self, exp: Batch, scored: Scored, step: int, kl_coef: float = 0.0) -> Rollout:
+    def complete(self, episodes: list[Episode], step: int, kl_coef: float = 0.0, wait: Wait | None = None) -> Rollout:
         """Put the engine to sleep, then fill log-probs, values, rewards and advantages; a collective.
 
         Args:
-            exp: samples of this rank, with their groups in the batch as ``group_ids``.
-            scored: waits for their scores, in the same order.
+            episodes: those of this rank, with the positions of their groups in the batch as ``group_id``.
+            wait: waits for their scores; None: they have come.
         """
         self.engine.sleep()
         with self.timer("gather"):
-            shards = Shards(self.strategy, exp)
-            del exp  # its sequences are on other ranks now, or in the shards
+            shards = Shards(self.strategy, self._packed(episodes))
             numbers, plan = shards.numbers, self.plan(shards, step)
             if self.logprobs.wanted(shards.size):  # else the update fetches what it trains
                 shards.move(plan.owned())
         self.logprobs.fill(shards, plan, self.timer)
-        episodes = scored()
+        if wait is not None:
+            wait()
         batch, owners = shards.batch(), BatchRanks(self.strategy, numbers, shards.size)
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
         metrics |= fill_rewards(batch, episodes, self.calculator.estimator, owners)
@@ -332,7 +334,7 @@ class FastExperienceMaker:
             metrics |= self.calculator(batch, kl_coef)
             shards.update(batch)
             metrics["rollout/kept_samples"] = (shards.kept > 0).sum().item()
-        return Rollout(shards, plan, episodes, numbers.tolist(), metrics)
+        return Rollout(shards, plan, episodes, metrics)
 
     def plan(self, shards: Shards, step: int) -> BatchPlan:
         """Return the plan that cuts the rollout of a step into passes."""

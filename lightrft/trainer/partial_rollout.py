@@ -8,11 +8,11 @@ import torch
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
 from lightrft.strategy.plain_pickle import reads_again
-from lightrft.trainer.dynamic_sampling import warn_dropped
+from lightrft.trainer.carried_groups import group_state, load_group, warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
-from lightrft.trainer.samples import ResponseGroup
-from lightrft.types import Batch, Episode, Prompt
+from lightrft.trainer.samples import group_seeds
+from lightrft.types import by_group, Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
@@ -24,18 +24,14 @@ class Progress(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, group: ResponseGroup) -> "Progress":
+    def of(cls, group: list[Episode]) -> "Progress":
         """Measure a group of this rank."""
-        return cls(bool(group.open), group.oldest(-1) if group.tokens else None, group.tokens)
+        oldest = min((episode.segments[0].version for episode in group if episode.segments), default=None)
+        return cls(any(episode.open for episode in group), oldest, sum(episode.response_len for episode in group))
 
     def version(self, step: int) -> int:
         """Return the version of the oldest token; ``step`` if there is none."""
         return step if self.oldest is None else self.oldest
-
-
-def _renumbered(chosen: dict[int, ResponseGroup]) -> list[Episode]:
-    """Return the responses of the groups, which are given by index in the batch, with this index as their group."""
-    return [response for index, group in chosen.items() for response in group.renumbered(index)]
 
 
 def check_saved(prompt: Prompt) -> None:
@@ -69,12 +65,13 @@ class OversamplingSource:
 
     def __init__(self, config: Config, maker: FastExperienceMaker, loader: PromptLoader, total_steps: int) -> None:
         rollout = config.rollout
-        self.maker, self.strategy, self.loader, self.total_steps = maker, maker.strategy, loader, total_steps
+        self.config, self.maker, self.strategy, self.loader = config, maker, maker.strategy, loader
+        self.total_steps = total_steps
         self.batch, self.size, self.max_staleness = (rollout.rollout_batch_size, rollout.n_samples_per_prompt,
                                                      rollout.max_staleness)
         self.most = ceil(rollout.oversample * self.batch - 1e-9)  # 1.1 * 10 is 11
         self.saved = not config.checkpoint.disable_ckpt
-        self.groups: list[ResponseGroup] = []  # of this rank
+        self.groups: dict[int, list[Episode]] = {}  # of this rank, by number
         self.progress: dict[int, Progress] = {}  # of all ranks, in the order in which they are trained
 
     exhausted = False  # every step has a whole batch
@@ -90,19 +87,15 @@ class OversamplingSource:
         due = {number for number, each in running.items() if each.version(step) + self.max_staleness <= step}
         wanted = max(0, self.batch - len(self.progress) + len(running))
         mine = self._deal(list(running), drawn)
-        wait = self.maker.advance(mine, "draw", len(self.maker.deal(range(wanted))), due)[1]
+        episodes = [*chain.from_iterable(mine.values())]
+        wait_for_scores = self.maker.advance(episodes, len(self.maker.deal(range(wanted))), due)[1]
         with self.maker.timer("gather"):
-            for found in self.strategy.all_gather_object([(group.number, Progress.of(group)) for group in mine]):
-                self.progress |= dict(found)
+            own = {number: Progress.of(group) for number, group in mine.items()}
+            for progress in self.strategy.all_gather_object(own):
+                self.progress |= progress
         tokens = sum(self.progress[number].tokens - each.tokens for number, each in running.items())
         old, chosen = self._take(step)
-        exp = Batch.of(_renumbered(chosen))
-
-        def scored() -> list[Episode]:
-            wait()
-            return _renumbered(chosen)
-
-        rollout = self.maker.complete(exp, scored, step, kl_coef)
+        rollout = self.maker.complete(chosen, step, kl_coef, wait_for_scores)
         rollout.metrics |= staleness_metrics(rollout.shards, step) | self._metrics(chosen) | {
             "rollout/tokens": tokens,
             "rollout/tokens_per_s": tokens / max(self.maker.timer.seconds("rollout"), 1e-9),
@@ -111,37 +104,37 @@ class OversamplingSource:
         }
         return rollout
 
-    def _deal(self, running: list[int], drawn: dict[int, Prompt]) -> list[ResponseGroup]:
+    def _deal(self, running: list[int], drawn: dict[int, Prompt]) -> dict[int, list[Episode]]:
         """Deal the running groups; return those of this rank, of which some come from other ranks or are new."""
-        here = {group.number: group for group in self.groups}
         shares = self.strategy.mesh.engines.all(running)
-        sent = [[here.pop(number) for number in share if number in here] for share in shares]
-        mine = {group.number: group for group in chain.from_iterable(self.strategy.exchange(sent))}
-        dealt = [
-            mine[number] if number in mine else ResponseGroup.new(number, drawn[number], self.size)
-            for number in self.maker.deal(running)
-        ]
-        self.groups = [*here.values(), *dealt]
+        sent = [[episode for number in share for episode in self.groups.pop(number, ())] for share in shares]
+        begun = by_group(chain.from_iterable(self.strategy.exchange(sent)))
+        dealt = {number: begun[number] if number in begun else self.maker.open(number, drawn[number], "draw")
+                 for number in self.maker.deal(running)}  # yapf: disable
+        self.groups |= dealt
         return dealt
 
-    def _take(self, step: int) -> tuple[int, dict[int, ResponseGroup]]:
+    def _take(self, step: int) -> tuple[int, list[Episode]]:
         """Remove the batch of finished groups with the oldest tokens; the others keep their order.
 
         Returns:
-            The number of its groups that have tokens of earlier steps, and those of this rank by index in the batch.
+            The number of its groups that have tokens of earlier steps, and the episodes of this rank, which are
+            numbered by the positions of their groups in the batch.
         """
         order = sorted(self.progress, key=lambda number: (self.progress[number].version(step + 1), number))
         chosen = [number for number in order if not self.progress[number].open][:self.batch]
         old = sum(self.progress[number].version(step) < step for number in chosen)
-        here = {group.number: group for group in self.groups}
+        episodes = [episode for number in chosen for episode in self.groups.get(number, ())]
         self.progress = {number: self.progress[number] for number in order if number not in set(chosen)}
-        self.groups = [here[number] for number in self.progress if number in here]
-        return old, {index: here[number] for index, number in enumerate(chosen) if number in here}
+        self.groups = {number: self.groups[number] for number in self.progress if number in self.groups}
+        positions = {number: position for position, number in enumerate(chosen)}
+        for episode in episodes:
+            episode.group_id = positions[episode.group_id]
+        return old, episodes
 
-    def _metrics(self, chosen: dict[int, ResponseGroup]) -> dict[str, float]:
-        versions = [{each.version for each in response.segments if each.drawn} for group in chosen.values()
-                    for response in group.responses]
-        left = [response for group in self.groups for response in group.open if response.segments]
+    def _metrics(self, chosen: list[Episode]) -> dict[str, float]:
+        versions = [{each.version for each in episode.segments if each.drawn} for episode in chosen]
+        left = [episode for group in self.groups.values() for episode in group if episode.open and episode.segments]
         own = sum(len(each) > 1 for each in versions), len(left), sum(response.response_len for response in left)
         samples, left_samples, left_tokens = self.strategy.all_reduce(torch.tensor(own)).tolist()
         return {
@@ -154,19 +147,21 @@ class OversamplingSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the unfinished and waiting groups of all ranks, in order, on rank 0, which writes them; a collective.
         """
-        parts = self.strategy.gather_object(self.groups, [])
-        groups = {group.number: group for part in parts for group in part}
-        return {"open": [groups[number].state() for number in self.progress if number in groups]}
+        groups = dict(chain.from_iterable(self.strategy.gather_object([*self.groups.items()], [])))
+        return {"open": [group_state(groups[number]) for number in self.progress if number in groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; drop groups that this run cannot continue, with a warning."""
-        carried = [ResponseGroup.load(each) for each in state.get("open", ())]
-        sizes = [len(group.responses) for group in carried]
+        carried = [load_group(each) for each in state.get("open", ())]
+        sizes = [len(group) for group in carried]
         if carried and ({*sizes} != {self.size} or len(carried) > self.batch):
             get_logger().warning(
                 "the %d groups of %d samples carried over in the checkpoint are dropped: a batch now has groups of "
                 "%d samples, %d groups", len(carried), sizes[0], self.size, self.batch)
         else:
-            self.progress = {group.number: Progress.of(group) for group in carried}
-            self.groups = list(self.maker.deal(carried))
+            self.progress = {group[0].group_id: Progress.of(group) for group in carried}
+            self.groups = {group[0].group_id: group for group in self.maker.deal(carried)}
+            for group in carried:  # earlier versions keep no seeds
+                for episode, seed in zip(group, group_seeds(self.config, "draw", group[0].group_id)):
+                    episode.seed = seed
         warn_dropped(state, "rows")

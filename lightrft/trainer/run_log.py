@@ -211,7 +211,7 @@ class RolloutLog(RunLog):
         if not rollout.shards.size:
             return
         advantages, lens = rollout.shards.advantages.tolist(), rollout.shards.lens.tolist()
-        episodes = dict(zip(rollout.numbers, rollout.episodes))
+        episodes = dict(zip(rollout.shards.numbers.tolist(), rollout.episodes))
         for start in range(0, len(indices), ROWS):
             here = [(i, log_row(episodes[i])) for i in indices[start:start + ROWS] if i in episodes]
             for i, row in sorted(chain.from_iterable(self.strategy.all_gather_object(here)), key=itemgetter(0)):

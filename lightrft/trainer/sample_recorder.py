@@ -132,7 +132,8 @@ class SampleRecorder:
 
     def _chosen(self, rollout: Rollout) -> dict[int, Episode]:
         """Return samples of the groups with the lowest hashes, by their index in the batch."""
-        here = sorted(zip(rollout.episodes, rollout.numbers), key=lambda each: (each[0].group_id, each[0].index))
+        numbered = zip(rollout.episodes, rollout.shards.numbers.tolist())
+        here = sorted(numbered, key=lambda each: (each[0].group_id, each[0].index))
         groups = [list(group)[:SAMPLES] for _, group in groupby(here, key=lambda each: each[0].group_id)]
         ranked = [(sample_seed("report", group[0][0].prompt.uid), group[0][0].group_id, group) for group in groups]
         parts = self.strategy.all_gather_object(_lowest(ranked))

@@ -1,12 +1,10 @@
-"""Groups of responses, finished or not, and their texts; the seeds of samples and inputs of rewards."""
+"""What an episode needs on its way: its seed, the parameters of its sampling, its text, the input of its rewards."""
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.schema import DataConfig, RolloutConfig
+from lightrft.config.schema import Config, DataConfig, RolloutConfig
 from lightrft.datasets.records import prefill_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
@@ -17,13 +15,18 @@ from lightrft.trainer.environment import Environment, next_turn
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.progress import phase
-from lightrft.utils.score import Score
 
 
 def sample_seed(*path: int | str) -> int:
     """Hash a path such as (run seed, step, group, sample) to a 63-bit seed, the same on every rank and machine."""
     digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def group_seeds(config: Config, step: int | str, number: int) -> list[int]:
+    """Return the seeds of the samples of a group, by the number of its prompt in the batch of ``step``, or, with
+    "draw", in all draws of the run."""
+    return [sample_seed(config.train.seed, step, number, index) for index in range(config.rollout.n_samples_per_prompt)]
 
 
 def stop_token_ids(stop: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -53,59 +56,6 @@ def reward_input(prompt: Prompt, response: str) -> RewardInput:
                        columns=prompt.columns, media=prompt.media, template_kwargs=prompt.template_kwargs)
 
 
-@dataclass
-class ResponseGroup:
-    """Responses to one prompt, finished or not, on the rank that generates them."""
-    number: int  # of its prompt: in the batch, or in all draws of the run
-    prompt: Prompt
-    responses: list[Episode]
-
-    @classmethod
-    def new(cls, number: int, prompt: Prompt, size: int) -> "ResponseGroup":
-        """Create a group of ``size`` empty responses."""
-        return cls(number, prompt, [Episode(prompt, number, index) for index in range(size)])
-
-    @classmethod
-    def load(cls, state: dict[str, Any]) -> "ResponseGroup":
-        """Restore a group from :meth:`state`; in checkpoints of earlier versions the scores are apart."""
-        prompt, number = Prompt(**state["prompt"]), state["number"]
-        responses = [Episode.load(prompt, number, j, response) for j, response in enumerate(state["responses"])]
-        for row in state.get("scored", ()):
-            load_score(responses[row["index"]], row)
-        return cls(number, prompt, responses)
-
-    def state(self) -> dict[str, Any]:
-        """Return the group as plain values, for a checkpoint."""
-        return {"number": self.number, "prompt": asdict(self.prompt),
-                "responses": [response.state() for response in self.responses]}  # yapf: disable
-
-    @property
-    def open(self) -> list[Episode]:
-        """Unfinished responses."""
-        return [response for response in self.responses if response.open]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens generated so far."""
-        return sum(response.response_len for response in self.responses)
-
-    def oldest(self, version: int) -> int:
-        """Return the version of the oldest weights that drew a token; ``version`` if no token is drawn yet."""
-        return min((response.segments[0].version for response in self.responses if response.segments), default=version)
-
-    def renumbered(self, group_id: int) -> list[Episode]:
-        """Return the responses with another number of their group."""
-        return [replace(response, group_id=group_id) for response in self.responses]
-
-
-def load_score(episode: Episode, row: dict[str, Any]) -> None:
-    """Restore the score of an episode from the ``row`` that checkpoints of earlier versions hold."""
-    episode.score = Score(row["reward"], row["parts"], row["error"], row["weights"], fault=row.get("fault"))
-    episode.steps = [(end, reward) for end, reward in row.get("steps", ())]
-    if row.get("greedy_length") is not None:
-        episode.greedy = row["greedy_reward"], row["greedy_length"]
-
-
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
            stop: tuple[int, ...] = ()) -> list[Episode]:  # yapf: disable
     """Set the text of finished responses. Special tokens and ``stop`` tokens stay; only the end token goes."""
@@ -127,8 +77,8 @@ def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environme
 
     ``role`` is that of the episodes, and names the progress on the console.
     """
-    episodes = [Episode(prompt, number, index, role=role, seed=seed) for (number, prompt), of_prompt in
-                zip(numbered, seeds, strict=True) for index, seed in enumerate(of_prompt)]  # yapf: disable
+    episodes = [episode for (number, prompt), of_prompt in zip(numbered, seeds, strict=True)
+                for episode in Episode.group(prompt, number, of_prompt, role)]  # yapf: disable
     bar = phase(len(numbered), role, "prompt")
 
     def heard(finished: Round) -> None:

@@ -1,5 +1,5 @@
 """Episodes: responses to prompts, from the request to the batch, in runs of tokens that have one source."""
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
 from operator import itemgetter
@@ -68,6 +68,11 @@ class Episode:
         episode = cls(prompt, group_id, index)
         episode.add(done, version)
         return episode
+
+    @classmethod
+    def group(cls, prompt: Prompt, group_id: int, seeds: Iterable[int], role: str = "sample") -> list["Episode"]:
+        """Make a group of empty responses to a prompt, one per seed."""
+        return [cls(prompt, group_id, index, role=role, seed=seed) for index, seed in enumerate(seeds)]
 
     @classmethod
     def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
@@ -193,3 +198,11 @@ class Episode:
         """Repeat a value per segment over its tokens, behind ``before`` on those of the prompt."""
         runs = ([value] * len(each.token_ids) for value, each in zip(values, self.segments))
         return [*[before] * self.prompt_len, *chain.from_iterable(runs)]
+
+
+def by_group(episodes: Iterable[Episode]) -> dict[int, list[Episode]]:
+    """Return the episodes of each group by its number; groups and episodes keep their order."""
+    groups: dict[int, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group_id, []).append(episode)
+    return groups

@@ -9,7 +9,7 @@ from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs
 from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.trainer.environment import next_turn, Reply
-from lightrft.trainer.samples import ResponseGroup, stop_token_ids
+from lightrft.trainer.samples import stop_token_ids
 from lightrft.types import Episode, number, NUMBERS, Prompt, Segment
 from lightrft.utils.errors import UserError
 
@@ -115,14 +115,14 @@ def test_evaluation_plays_the_environment(home, tmp_path):
 def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path):
     made = trainer(home, tmp_path, oversample=1.5, max_steps=2)
     made.sync_weights(0)
-    group = ResponseGroup.new(0, made.loader.dataset[0], 1)
+    response, *_ = made.maker.open(0, made.loader.dataset[0], "draw")
     begun = made.tokenizer.encode("b" + ANSWER)
-    group.responses[0].add(Completion(begun[:1], [-1.0], "abort"), 0)
-    group.responses[0].give(begun[1:])
+    response.add(Completion(begun[:1], [-1.0], "abort"), 0)
+    response.give(begun[1:])
     made.prepared["actor"].model.eval()
-    made.maker.advance([group], "draw", 1, set())
+    made.maker.advance([response], 1, set())
     assert all(text.startswith("b" + ANSWER) for _, text in made.maker.environment.asked)
-    assert made.maker.environment.asked and not group.open
+    assert made.maker.environment.asked and not response.open
 
 
 def test_answers_have_no_blank_of_the_tokenizer_before_them():

@@ -9,10 +9,10 @@ import torch
 from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny, tiny_task
 from lightrft.tests.support.launch import finish
+from lightrft.trainer.carried_groups import group_state, load_group
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
-from lightrft.trainer.samples import ResponseGroup
 from lightrft.trainer.prompt_source import PromptSource
-from lightrft.types import Prompt
+from lightrft.types import Batch, Episode, Prompt
 from lightrft.utils.errors import UserError
 
 no_picture = runs.no_picture
@@ -40,8 +40,7 @@ def watched(home, folder, **options):
     """A run, the batches that it trained on, and the weights of every version."""
     made, batches, weights = trainer_of(home, folder, **options), [], {}
     complete, sync = made.maker.complete, made.sync_weights
-    made.maker.complete = lambda exp, *args: batches.append(exp.select(list(range(exp.num_seqs)))) or complete(
-        exp, *args)
+    made.maker.complete = lambda episodes, *args: batches.append(Batch.of(episodes)) or complete(episodes, *args)
 
     def keep(version):
         weights[version] = runs.weights(made, "actor")
@@ -72,7 +71,7 @@ def test_every_prompt_is_trained_once_and_as_if_generated_in_one_go(oversample, 
     other = trainer_of(home, tmp_path / "other", oversample=1.0)
     other.sync_weights(0)
     other.prepared["actor"].model.eval()
-    whole = other.maker.generate(other.loader.draw(steps * BATCH), "draw")[0]
+    whole = Batch.of(other.maker.generate(other.loader.draw(steps * BATCH), "draw")[0])
     expected = {tuple(tokens): logprobs for tokens, logprobs, _ in sequences(whole)}
     found = [sequence for exp in batches for sequence in sequences(exp)]
     assert sorted(tuple(tokens) for tokens, *_ in found) == sorted(tuple(tokens) for tokens, *_ in sequences(whole))
@@ -111,26 +110,25 @@ def test_logprobs_are_those_of_the_weights_that_drew_each_token(home, tmp_path):
 
 def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
     """Cut off in the second of three turns; by a checkpoint in between too."""
-    group = ResponseGroup.new(0, Prompt("u", [5, 6], "ab"), 1)
-    response = group.responses[0]
+    group = Episode.group(Prompt("u", [5, 6], "ab"), 0, [9])
+    response, = group
     response.add(Completion([7], [-0.1], "stop"), 3)
     response.give([20])
     response.add(Completion([8], [-0.2], "abort"), 3)
-    state = json.loads(json.dumps(group.state()))
+    state = json.loads(json.dumps(group_state(group)))
     earlier = state | {"responses": [{"token_ids": [7, 20, 8], "logprobs": [-0.1, 0.0, -0.2], "finish_reason": "abort",
                                       "appended": [[1, 2]], "weight_versions": [3, -1, 3]}]}  # yapf: disable
-    begun, group = group, ResponseGroup.load(state)
-    assert ResponseGroup.load(earlier) == group, "a checkpoint of an earlier version"
-    assert group.responses[0].segments == begun.responses[0].segments
-    response = group.responses[0]
+    begun, (response, ) = response, load_group(state)
+    assert load_group(earlier) == [replace(response, seed=0)], "a checkpoint of an earlier version"
+    assert response.segments == begun.segments and response.seed == 9
     response.add(Completion([9], [-0.3], "stop"), 4)
     response.give([21, 22])
     response.add(Completion([4], [-0.4], "stop"), 4)
-    sample, = group.renumbered(0)
+    sample = response
     assert sample.token_ids == [5, 6, 7, 20, 8, 9, 21, 22, 4]
     assert sample.loss_mask == [False, False, True, False, True, True, False, False, True]
     assert sample.weight_versions == [-1, -1, 3, -1, 3, 4, -1, -1, 4]
-    assert sample.logprobs == [0, 0, -0.1, 0, -0.2, -0.3, 0, 0, -0.4] and not group.open
+    assert sample.logprobs == [0, 0, -0.1, 0, -0.2, -0.3, 0, 0, -0.4] and not sample.open
 
 
 def test_what_the_metrics_count(home, tmp_path):
@@ -190,7 +188,7 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(home, tmp_path):
     cut = trainer_of(home, tmp_path / "b", **options)
     cut.strategy.any_rank = lambda value: cut.step == 3 or value
     cut.fit()
-    assert any(response.segments for group in cut.source.groups for response in group.responses if group.open)
+    assert any(response.segments for group in cut.source.groups.values() for response in group if response.open)
     done = runs.run(home, tmp_path / "b", **options, load_checkpoint=True)
     assert stable(done.lines) == stable(straight.lines)
     assert all(torch.equal(value, straight.weights[name]) for name, value in done.weights.items())

@@ -8,7 +8,6 @@ import torch
 from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny_task
 from lightrft.tests.support.launch import finish
-from lightrft.trainer.samples import ResponseGroup
 
 no_picture = runs.no_picture
 
@@ -50,7 +49,8 @@ def groups_of_all_draws(home, folder, draws):
     trainer = runs.ready(home, folder, judge, **OPTIONS)
     found = []
     for _ in range(draws):
-        rows = trainer.maker.generate(trainer.loader.draw(1), "draw")[1]()
+        rows, wait = trainer.maker.generate(trainer.loader.draw(1), "draw")
+        wait()
         found.append((rows[0].prompt.uid, [row.reward for row in rows]))
     return found
 
@@ -123,9 +123,8 @@ def test_seeds_never_repeat(home, tmp_path):
     made = run(home, tmp_path, max_steps=1).trainer
     seeds = []
     for step in ("draw", 0):
-        groups = [ResponseGroup.new(*draw, 3) for draw in made.loader.draw(2 * PROMPTS)]
-        made.maker.seed(groups, step)
-        seeds += [response.seed for group in groups for response in group.responses]
+        groups = [made.maker.open(*draw, step) for draw in made.loader.draw(2 * PROMPTS)]
+        seeds += [response.seed for group in groups for response in group]
     assert len(set(seeds)) == len(seeds) == 4 * PROMPTS * 3
 
 

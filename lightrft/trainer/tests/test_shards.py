@@ -19,14 +19,14 @@ from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
 from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.dynamic_sampling import load_episodes
+from lightrft.trainer.carried_groups import load_finished, load_group
+from lightrft.trainer.dynamic_sampling import DynamicSource
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import number_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
-from lightrft.trainer.prompt_source import DynamicSource
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits, plan_mini_batch
-from lightrft.trainer.samples import ResponseGroup
+from lightrft.trainer.samples import group_seeds
 from lightrft.trainer.scores import fill_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, number as declare, NUMBERS, Prompt, Segment
@@ -180,8 +180,7 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
         logprobs = LogprobPass(config, strategy, Prepared(Tenth()), None, Prepared(Tenth()), idle)
         calculator = get_advantage_calculator(config.algorithm, config.reward, 14)
         maker = FastExperienceMaker(config, strategy, idle, None, None, logprobs, calculator, Timer())
-        samples = [sample(number) for number in reversed(mine(strategy))]
-        rollout = maker.complete(Batch.of(samples), lambda: [scored(s.group_id * SIZE + s.index) for s in samples], 0)
+        rollout = maker.complete([scored(number) for number in reversed(mine(strategy))], 0)
         before = len(exchanges)
         rollout.shards.fetch(rollout.plan.owned())
         for number in rollout.plan.owned()[strategy.rank]:
@@ -272,8 +271,8 @@ def maker_of(strategy):
 
 def unfinished(number):
     """A group of two responses, of which the second has begun."""
-    group = ResponseGroup.new(number, Prompt(f"{number}", [1, 2], "p"), SIZE)
-    finished, begun = group.responses
+    group = Episode.group(Prompt(f"{number}", [1, 2], "p"), number, group_seeds(Config(), "draw", number)[:SIZE])
+    finished, begun = group
     finished.add(Completion([number + 10, 3], [-1.0, -2.0], "stop"), 4)
     begun.add(Completion([7], [-3.0], "abort"), 4)
     return group
@@ -286,8 +285,8 @@ def test_groups_under_way_are_written_by_one_rank_and_dealt_again(before, after)
 
     def save(strategy):
         source = OversamplingSource(config, maker_of(strategy), None, 10)
-        source.progress = {group.number: Progress.of(group) for group in groups}
-        source.groups = groups[strategy.rank::strategy.world_size]
+        source.progress = {group[0].group_id: Progress.of(group) for group in groups}
+        source.groups = {group[0].group_id: group for group in groups[strategy.rank::strategy.world_size]}
         return source.state_dict()
 
     state, *others = World(before).run(save)
@@ -299,8 +298,8 @@ def test_groups_under_way_are_written_by_one_rank_and_dealt_again(before, after)
         return source.groups, source.progress
 
     found = World(after).run(load)
-    assert sorted((group for own, _ in found for group in own),
-                  key=lambda group: group.number) == sorted(groups, key=lambda group: group.number)
+    dealt = {number: group for own, _ in found for number, group in own.items()}
+    assert dealt == {group[0].group_id: group for group in groups}
     assert all([*progress] == [3, 0, 4, 1, 2] and progress[0] == Progress(True, 4, 3) for _, progress in found)
 
 
@@ -339,7 +338,7 @@ def test_checkpoints_of_earlier_versions_are_read():
         replace(episode, steps=[(2, 0.5)], extra={}, prompt=replace(episode.prompt, text="")) for episode in episodes
     ]
     packed = {name: value for name, value in vars(Batch.of(expected)).items() if value is not None}
-    loaded = load_episodes({"exp": packed, "rows": rows})
+    loaded = load_finished({"exp": packed, "rows": rows})
     for episode, same in zip(loaded, expected, strict=True):
         assert episode.logprobs == pytest.approx(same.logprobs), "the packed ones are float32"
         episode.segments = same.segments
@@ -348,11 +347,11 @@ def test_checkpoints_of_earlier_versions_are_read():
         name: value for name, value in replace(episode, score=None).state().items()
         if name not in ("score", "steps", "greedy")
     } for episode in expected[:SIZE]]
-    group = ResponseGroup.load({
+    group = load_group({
         "number": 0, "prompt": vars(expected[0].prompt), "responses": states, "scored":
         [row | {"response": "text"} for row in reversed(rows[:SIZE])]
     })
-    assert group.responses == expected[:SIZE]
+    assert group == expected[:SIZE]
 
 
 @pytest.mark.dist

@@ -1,0 +1,78 @@
+"""Groups that are carried over to later steps, as values of a checkpoint."""
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import pairwise, repeat
+from typing import Any
+
+from lightrft.types import Episode, Prompt
+from lightrft.utils.logging import get_logger
+from lightrft.utils.score import Score
+
+_CARRIED = {
+    "rows": "without --dynamic_sampling the %d samples carried over in the checkpoint are dropped",
+    "open": "without --oversample the %d unfinished groups in the checkpoint are dropped",
+}
+
+
+def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
+    """Warn that "rows" or "open" groups, which another source left in a checkpoint's ``state``, are dropped."""
+    for kind in kinds:
+        if state.get(kind):
+            get_logger().warning(_CARRIED[kind], len(state[kind]))
+
+
+def group_state(group: list[Episode]) -> dict[str, Any]:
+    """Return a group, finished or not, for a checkpoint, with all of its prompt."""
+    first = group[0]
+    return {"number": first.group_id, "prompt": asdict(first.prompt),
+            "responses": [episode.state() for episode in group]}  # yapf: disable
+
+
+def load_group(state: dict[str, Any]) -> list[Episode]:
+    """Restore a group from :func:`group_state`; in checkpoints of earlier versions the scores are apart."""
+    prompt, number = Prompt(**state["prompt"]), state["number"]
+    group = [Episode.load(prompt, number, index, response) for index, response in enumerate(state["responses"])]
+    for row in state.get("scored", ()):
+        _load_score(group[row["index"]], row)
+    return group
+
+
+def finished_state(episode: Episode) -> dict[str, Any]:
+    """Return a finished episode for a checkpoint, with what later stages read of its prompt."""
+    prompt = episode.prompt
+    used = {"uid": prompt.uid, "token_ids": prompt.token_ids, "text": prompt.text, "reference": prompt.reference,
+            "media": prompt.media}  # yapf: disable
+    return {"prompt": used, "group_id": episode.group_id, "index": episode.index} | episode.state()
+
+
+def load_finished(state: dict[str, Any]) -> list[Episode]:
+    """Restore finished episodes from a checkpoint: from the states of each, or from the packed tokens and the rows that
+    earlier versions wrote."""
+    if "exp" in state:
+        return [*_unpacked(state["exp"], state["rows"])]
+    return [Episode.load(Prompt(**row["prompt"]), row["group_id"], row["index"], row) for row in state["rows"]]
+
+
+def _load_score(episode: Episode, row: dict[str, Any]) -> None:
+    """Restore the score of an episode from the ``row`` that checkpoints of earlier versions hold."""
+    episode.score = Score(row["reward"], row["parts"], row["error"], row["weights"], fault=row.get("fault"))
+    episode.steps = [(end, reward) for end, reward in row.get("steps", ())]
+    if row.get("greedy_length") is not None:
+        episode.greedy = row["greedy_reward"], row["greedy_length"]
+
+
+def _unpacked(tensors: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[Episode]:
+    """Yield the episodes whose tokens were packed in ``tensors``, one per row of their scores."""
+    names = {"token_ids": "token_ids", "logprobs": "rollout_logprobs", "weight_versions": "weight_versions"}
+    columns = {name: tensors[field].tolist() for name, field in names.items()}
+    bounds = pairwise(tensors["cu_seqlens"].tolist())
+    for row, (begin, end), keys in zip(rows, bounds, tensors.get("media") or repeat(())):
+        drawn = [version >= 0 for version in columns["weight_versions"][begin:end]]
+        start = begin + (drawn.index(True) if True in drawn else len(drawn))
+        prompt = Prompt(row["uid"], columns["token_ids"][begin:start], row["prompt"] or "",
+                        reference=row["reference"], media=tuple(keys))  # yapf: disable
+        response: dict[str, Any] = {name: values[start:end] for name, values in columns.items()}
+        response |= {"finish_reason": row["finish_reason"], "text": row["response"] or ""}
+        episode = Episode.load(prompt, row["group_id"], row["index"], response)
+        _load_score(episode, row)
+        yield episode
