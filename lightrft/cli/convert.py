@@ -33,6 +33,7 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     from lightrft.models.loader import load_exported
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.foreign_checkpoints import match_names, open_checkpoint
+    from lightrft.strategy.mtp import dropped_weights
     from lightrft.utils.file_mode import give_modes
     check_empty(out)
     foreign = open_checkpoint(checkpoint) if checkpoint.is_dir() else None
@@ -51,7 +52,7 @@ def convert(checkpoint: Path, out: Path, pretrain: str = "") -> None:
     state = {name: tensors[there] for name, there in names.items()}
     _check_tied(model, state, checkpoint)
     _fill(model, state, checkpoint)
-    model.save_pretrained(out)
+    model.save_pretrained(out, state_dict=model.state_dict() | dict(dropped_weights(model)))
     save_tokenizer(load_tokenizer(pretrain), out, pretrain)
     give_modes(out)
 

@@ -66,6 +66,7 @@ def _merge(model: str, adapter: Path, out: Path, is_rm: bool, dtype: "torch.dtyp
     from lightrft.models.reward_model import JUDGE, SCORES, STEPS
     from lightrft.models.tokenizer import load_tokenizer, save_tokenizer
     from lightrft.strategy.export import MODEL_CONFIG
+    from lightrft.strategy.mtp import dropped_weights
     trained = _read(adapter / MODEL_CONFIG) if (adapter / MODEL_CONFIG).is_file() else {}
     if SCORES in trained:
         if not is_rm:
@@ -78,7 +79,9 @@ def _merge(model: str, adapter: Path, out: Path, is_rm: bool, dtype: "torch.dtyp
         merged: Any = _merged(base, model, adapter)
         for key in {STEPS, JUDGE} & trained.keys():
             setattr(merged.config, key, trained[key])
-        merged.to(dtype).save_pretrained(out)
+        merged.to(dtype)
+        dropped = {name: tensor.to(dtype) for name, tensor in dropped_weights(merged)}
+        merged.save_pretrained(out, state_dict=merged.state_dict() | dropped)
     save_tokenizer(load_tokenizer(model), out, model)
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightrft.strategy.mtp import dropped_weights
 from lightrft.utils.file_mode import give_modes, save_tensors
 
 FILE_BYTES = 5 << 30
@@ -96,8 +97,9 @@ def wrapped_hf(model: nn.Module) -> Pretrained:
 
 def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Path | None,
                 dtype: torch.dtype | None) -> None:
-    """Write the full parameters of ``stream``, the buffers that checkpoints hold, the config and the generation config
-    to the HF folder ``path``, in ``dtype`` (default: at least float32), under the names of published checkpoints
+    """Write the full parameters of ``stream``, the buffers that checkpoints hold, weights that were dropped on load
+    (:mod:`~lightrft.strategy.mtp`), the config and the generation config to the HF folder ``path``, in ``dtype``
+    (default: at least float32), under the names of published checkpoints
     (:func:`~lightrft.models.weight_files.name_as_published`). A rank without a ``path`` takes part in gathering
     only."""
     from transformers.core_model_loading import revert_weight_conversion  # slow to import; the doctor needs none
@@ -114,6 +116,8 @@ def write_model(model: nn.Module, stream: Iterator[tuple[str, Tensor]], path: Pa
         kept = tensor.to("cpu", as_type if tensor.is_floating_point() else tensor.dtype)
         for published, part in revert_weight_conversion(base, {name: kept.clone() if kept is tensor else kept}).items():
             writer.add(published, part.contiguous())
+    for name, tensor in dropped_weights(base):
+        writer.add(name, tensor.to(dtype or torch.promote_types(tensor.dtype, torch.float32)))
     writer.close()
     _write_config(base, path, dtype)
 

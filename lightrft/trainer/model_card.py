@@ -17,6 +17,7 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.reward_model import STEPS
+from lightrft.strategy.mtp import mtp_files
 from lightrft.utils.run_summary import RunSummary
 
 _CARD = """---
@@ -150,7 +151,8 @@ def model_card(config: Tree, folder: Path, title: str, rows: Sequence[dict[str, 
     return _CARD.format(base=config.model.pretrain, title=title, steps=steps_of(last["step"]), kind=config.TRAINING,
                         version=__version__, use=_use(config, folder, tokenizer, prompt), changes=_changes(summary),
                         last="\n".join(f"| {name} | {last[name]:.4g} |" for name in shown), tags=_tags(config, folder),
-                        facts="\n".join(f"| {name} | {value} |" for name, value in _facts(config)), options=options)
+                        facts="\n".join(f"| {name} | {value} |"
+                                        for name, value in _facts(config) + _untrained(folder)), options=options)
 
 
 def _facts(config: Tree) -> list[tuple[str, str]]:
@@ -160,6 +162,14 @@ def _facts(config: Tree) -> list[tuple[str, str]]:
              if known[name].card and value not in (None, "", [], 0)]
     return [(title, ", ".join(f"`{each}`" for each in (value if isinstance(value, list) else [value])))
             for title, value in found]  # yapf: disable
+
+
+def _untrained(folder: Path) -> list[tuple[str, str]]:
+    """Return the row about weights that were copied from the base model."""
+    names = mtp_files(folder, read_config(str(folder)).get_text_config().num_hidden_layers)
+    return [("multi-token prediction",
+             f"{len(names)} tensors, such as `{min(names)}`, copied from the base model: they "
+             "were not trained")] if names else []
 
 
 def _tags(config: Tree, folder: Path) -> str:

@@ -91,6 +91,16 @@ def model_folder(path: str) -> Path | None:
     return None
 
 
+def files_of(path: str) -> Path | None:
+    """Return the folder with the files of a model, itself or in the cache of the hub; None: they are not here."""
+    folder = Path(path).expanduser()
+    if not path or folder.is_dir() or looks_local(path):
+        return folder if path and folder.is_dir() else None
+    from huggingface_hub import try_to_load_from_cache
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def is_no_model(path: str, error: BaseException) -> bool:
     """Return True if ``error``, of reading the hub id ``path``, will come again: the hub has no such model, or the name
     has no owner, as that of a folder with a typing error."""
@@ -107,9 +117,8 @@ def model_is_here(path: str, complete: bool = False) -> bool:
     folder = Path(path).expanduser()
     if looks_local(path) or folder.exists():
         return not complete or _has_weights(folder)
-    from huggingface_hub import try_to_load_from_cache
-    cached = try_to_load_from_cache(path, "config.json")
-    return isinstance(cached, str) and _has_weights(Path(cached).parent)
+    cached = files_of(path)
+    return cached is not None and _has_weights(cached)
 
 
 def _has_weights(folder: Path) -> bool:
