@@ -1,6 +1,6 @@
 """Prompts with pictures, videos and sounds: which media a record has, and the tokens that stand for them."""
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,14 +19,6 @@ if TYPE_CHECKING:  # a mistake in a row is found without torch
 
 Paired = tuple[list[Message], tuple[str, ...]]
 AHEAD = 64  # records whose media are processed in the background while others are tokenized
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """Text and tokens of a prompt; ``unexpanded`` has one placeholder per medium, and is empty without media."""
-    text: str
-    ids: np.ndarray
-    unexpanded: list[int]
 
 
 def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
@@ -124,17 +116,18 @@ def _check_options(cfg: DataConfig, store: "MediaStore") -> None:
                             "Remove it, and write it in the rows that have a medium")
 
 
-def expand_media(records: list[Record], plain: list[tuple[str, list[int]]],
-                 store: "MediaStore | None") -> list[EncodedPrompt]:
-    """Give every medium in rendered prompts as many tokens as it has features.
+def with_tokens(records: list[Record], rendered: list[tuple[str, list[int]]],
+                store: "MediaStore | None") -> list[Record]:
+    """Add the text and the tokens of their prompts to records; every medium gets as many tokens as it has features.
 
     Args:
-        plain: text and tokens of each record, with one placeholder per medium.
+        rendered: text and tokens of each record, with one placeholder per medium.
     """
 
-    def expanded(record: Record, text: str, ids: list[int]) -> EncodedPrompt:
+    def encoded(record: Record, text: str, ids: list[int]) -> Record:
         if store is None or not record.media:
-            return EncodedPrompt(text, np.asarray(ids, dtype=np.int32), [])
-        return EncodedPrompt(text, np.asarray(store.encode(text, record.media), dtype=np.int32), ids)
+            return replace(record, text=text, token_ids=np.asarray(ids, dtype=np.int32))
+        expanded = np.asarray(store.encode(text, record.media), dtype=np.int32)
+        return replace(record, text=text, token_ids=expanded, unexpanded_ids=ids)
 
-    return [expanded(record, *each) for record, each in zip(records, plain)]
+    return [encoded(record, *each) for record, each in zip(records, rendered, strict=True)]

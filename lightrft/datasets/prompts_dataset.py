@@ -8,7 +8,7 @@ from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.columns import report_columns
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
-from lightrft.datasets.media_prompts import EncodedPrompt, expand_media, with_media
+from lightrft.datasets.media_prompts import with_media, with_tokens
 from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.pair_sources import load_entry
@@ -119,7 +119,6 @@ class PromptsDataset(MixedDataset["Prompt"]):
         self._renderer, self._media, self._scored = Renderer(cfg, tokenizer, suffix), media, scored
         self._records: list[Record] = []
         self._uids: list[str] = []
-        self._prompts: list[EncodedPrompt] = []
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
             self._add(str(entry), rows, to_records(rows, cfg), cfg.overlong_prompt, prompt_max_len)
@@ -131,37 +130,36 @@ class PromptsDataset(MixedDataset["Prompt"]):
             media.keep(record.media for record in self._records)
         if split == "train" or not cfg.prompt_data:
             self._check_bare_text(cfg)
-        if not self._prompts:
+        if not self._records:
             raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
 
     def _add(self, entry: str, rows: Rows, records: list[Record], overlong: str, max_len: int) -> None:
         """Tokenize the records of one entry and keep those that fit and whose media can be used."""
         before = len(rows)
-        rows, records, prompts = self._encoded(rows, records)
-        kept = fitting(rows, [len(prompt.ids) for prompt in prompts], max_len, overlong, "--prompt_max_len")
+        rows, records = self._encoded(rows, records)
+        kept = fitting(rows, [len(record.token_ids) for record in records], max_len, overlong, "--prompt_max_len")
         self._records += [records[i] for i in kept]
         self._uids += [f"{entry}:{rows.number(i) if records[i].row_id is None else records[i].row_id}" for i in kept]
-        self._prompts += [prompts[i] for i in kept]
         self.sizes.append(len(kept))
         self.dropped += before - len(kept)
         if self._scored and records and missing(records[0].reference):
             warn_of_all(no_reference(rows, self._renderer.cfg))
 
-    def _encoded(self, rows: Rows, records: list[Record]) -> tuple[Rows, list[Record], list[EncodedPrompt]]:
+    def _encoded(self, rows: Rows, records: list[Record]) -> tuple[Rows, list[Record]]:
         """Tokenize the records whose media can be used."""
         rows, records = with_media(rows, records, self._renderer.cfg, self._media)
-        plain = encode_all(self._renderer, [record.prompt for record in records], self._renderer.cfg.data_workers,
-                           [record.template_kwargs for record in records])
-        return rows, records, expand_media(records, plain, self._media)
+        rendered = encode_all(self._renderer, [record.prompt for record in records], self._renderer.cfg.data_workers,
+                              [record.template_kwargs for record in records])
+        return rows, with_tokens(records, rendered, self._media)
 
     def _read(self, rows: Rows) -> list[Any]:
         """Return what is read of rows, but for the columns that go to the rewards as they are."""
         cfg = self._renderer.cfg
-        _, records, prompts = self._encoded(rows, to_records(rows, cfg))
+        _, records = self._encoded(rows, to_records(rows, cfg))
         hard = [] if cfg.difficulty_key is None else [difficulty(row, cfg.difficulty_key, "") for row in rows.rows]
         bare = [replace(record, prompt="", columns={}, template_kwargs=self._renderer.reads(record.template_kwargs))
                 for record in records]  # yapf: disable
-        return [*zip(bare, prompts), *hard]
+        return [*bare, *hard]
 
     def _check_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used; an option for it alone is refused."""
@@ -173,16 +171,16 @@ class PromptsDataset(MixedDataset["Prompt"]):
                         "trained to chat needs --apply_chat_template")
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._records)
 
     def item(self, index: int) -> "Prompt":
         """The prompt at ``index``."""
         from lightrft.types import Prompt  # with torch
-        record, prompt = self._records[index], self._prompts[index]
-        return Prompt(uid=self._uids[index], token_ids=prompt.ids.tolist(), text=prompt.text,
+        record = self._records[index]
+        return Prompt(uid=self._uids[index], token_ids=record.token_ids.tolist(), text=record.text,
                       messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,
                       label=record.label, reference=record.reference, columns=record.columns, media=record.media,
-                      unexpanded_ids=prompt.unexpanded,
+                      unexpanded_ids=record.unexpanded_ids,
                       template_kwargs=self._renderer.cfg.chat_template_kwargs | record.template_kwargs)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
@@ -22,11 +24,17 @@ _PROMPT_OPTIONS = {"input_key": (), "reference_key": ("extra_info", "reward_mode
 _BESIDE_CONTENT = ("tool_calls", "reasoning_content", "thinking")  # what an answer may have alone
 WHOLE_CHATS = ("messages", "conversations", "chosen", "rejected")  # columns of chats with their answers
 
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+
 
 @dataclass
 class Record:
     """One row in our schema. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards;
-    ``media`` are keys of the media in the messages, in order; ``template_kwargs`` of the chat template."""
+    ``media`` are keys of the media in the messages, in order; ``template_kwargs`` of the chat template.
+
+    Once the prompt is rendered, ``text`` and ``token_ids`` (an array) are those of the whole prompt;
+    ``unexpanded_ids`` have one placeholder per medium, and are empty without media.
+    """
     prompt: str | list[Message]
     reference: Any
     label: str
@@ -35,6 +43,9 @@ class Record:
     columns: dict[str, Any]
     media: tuple[str, ...] = ()
     template_kwargs: TemplateKwargs = field(default_factory=dict)
+    text: str = ""
+    token_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS, compare=False)
+    unexpanded_ids: list[int] = field(default_factory=list)
 
 
 def text_of(content: Any) -> str:

@@ -47,6 +47,22 @@ class RewardInput:
         return self.prompt, self.media
 
 
+class JudgedRow(Protocol):
+    """What the choice of rewards reads of a row: of a :class:`RewardInput`, or of a prompt without a response."""
+
+    @property
+    def label(self) -> str:
+        """Name of a recipe of rewards, or empty."""
+
+    @property
+    def data_source(self) -> str:
+        """Name of the data, or empty."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Other columns of the row."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of one reward part for one response: a ``value``, or None with ``error`` (a short, countable cause).

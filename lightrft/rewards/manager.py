@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, NamedTuple
 
 from lightrft.config.reward_schema import RewardConfig, SUITE_LABEL
-from lightrft.rewards.base import Outcome, RewardInput, Score
+from lightrft.rewards.base import JudgedRow, Outcome, RewardInput, Score
 from lightrft.rewards.judge import judge_reward
 from lightrft.rewards.spec import (add_recipe, file_part, function_part, named_part, parse_entry, parse_models, RECIPES,
                                    RewardPart, RewardRecipe, recipe_for, remote_part, Submit)
@@ -135,16 +135,16 @@ class RewardManager:
         """Return True if a part reads the scores of reward models."""
         return part.reads_models and bool(self.models)
 
-    def begins_early(self, item: RewardInput) -> bool:
+    def begins_early(self, item: JudgedRow) -> bool:
         """Return True if a slow part judges each response to this prompt on its own."""
         return any(part.submit is not None and not part.together and part.name not in self.models
                    for part, _ in self.parts_of(item))  # yapf: disable
 
-    def compares(self, item: RewardInput) -> bool:
+    def compares(self, item: JudgedRow) -> bool:
         """Return True if a part judges all responses to this prompt together."""
         return any(part.together for part, _ in self.parts_of(item))
 
-    def parts_of(self, item: RewardInput) -> Weighted:
+    def parts_of(self, item: JudgedRow) -> Weighted:
         """Return the weighted parts that judge a row: those of its ``--reward_recipe``, else those of ``--reward``, the
         servers and reward models, else its recipe.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from lightrft.rewards.base import Outcome, RewardInput, REWARDS
+from lightrft.rewards.base import JudgedRow, Outcome, RewardInput, REWARDS
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
@@ -191,7 +191,7 @@ RECIPES: dict[str, RewardRecipe] = {
 """Label or data source -> [(reward part, weight)]. Plugins may add entries."""
 
 
-def recipe_for(item: RewardInput) -> RewardRecipe:
+def recipe_for(item: JudgedRow) -> RewardRecipe:
     """Return the recipe of a row; ``ValueError`` with the known ones if neither label nor data source has one."""
     for key in (item.label, item.data_source):
         if key in RECIPES:

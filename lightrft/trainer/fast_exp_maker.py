@@ -66,7 +66,7 @@ class RewardListener:
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
         """Implement :meth:`Listener.wants_each`."""
-        return any(self.rewards.begins_early(reward_input(prompt, "")) for prompt in prompts)
+        return any(self.rewards.begins_early(prompt) for prompt in prompts)
 
     def arrived(self, samples: list[Episode]) -> None:
         """Implement :meth:`Listener.arrived`."""
@@ -278,7 +278,7 @@ class FastExperienceMaker:
             return False
         if self.config.rollout.oversample <= 1:
             return True
-        return not (self.greedy or any(self.rewards.compares(reward_input(prompt, "")) for prompt in prompts))
+        return not (self.greedy or any(self.rewards.compares(prompt) for prompt in prompts))
 
     def _answer_greedily(self, samples: list[Episode]) -> Wait | None:
         """Start the greedy baseline of each group, if needed; the function returned waits for its scores."""

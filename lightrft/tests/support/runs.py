@@ -13,7 +13,7 @@ from lightrft.config.schema import Config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.preflight.validate import validate
-from lightrft.rewards.base import Outcome, RewardInput
+from lightrft.rewards.base import JudgedRow, Outcome, RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.spec import RewardPart
 from lightrft.strategy.base import StrategyBase
@@ -69,7 +69,7 @@ class Judge(RewardManager):
         super().__init__(cfg)
         self.part = RewardPart("judge", fast=score)
 
-    def parts_of(self, item: RewardInput) -> list[tuple[RewardPart, float]]:
+    def parts_of(self, item: JudgedRow) -> list[tuple[RewardPart, float]]:
         """One part for every row."""
         return [(self.part, 1.0)]
 
