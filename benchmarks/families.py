@@ -2,8 +2,8 @@
 
     python -m benchmarks.families [MODEL_TYPE ...]
 
-A small copy of the default config of each family is asked for the log-probs of two sequences, in one row and one by one
-(:mod:`lightrft.models.packing_check`), on the CPU, without a download. The table is that of ``docs/families.md``.
+A small copy of the default config of each family is asked for the log-probs of three sequences, in one row and one by
+one (:mod:`lightrft.models.packing_check`), on the CPU, without a download. The table is that of ``docs/families.md``.
 """
 import logging
 import sys

@@ -17,7 +17,7 @@ from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Aut
                           PreTrainedModel)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from lightrft.models import dropped_keywords, rope
+from lightrft.models import dropped_keywords, rope, stateful
 from lightrft.models.attention import PACKED, PackedLayout
 from lightrft.models.media_features import FeatureCache, keys_of, MediaPlaces
 from lightrft.models.towers import (config_value, Family, Features, least_frames, least_grid, least_picture,
@@ -92,6 +92,7 @@ class ActorModality:
         """Apply changes that loading ``hf`` has no option for."""
         rope.adapt(self.body(hf))
         dropped_keywords.adapt(self.body(hf))
+        stateful.adapt(self.body(hf))
 
     def body(self, hf: PreTrainedModel) -> nn.Module:
         """The decoder without its head: its output has ``last_hidden_state`` [1, T, H]."""

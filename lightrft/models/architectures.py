@@ -4,6 +4,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightrft.models.actor_modality import ActorModality, FAMILIES, MediaModality
 from lightrft.models.packing_check import packing_fault
+from lightrft.models.stateful import KINDS, stateful
 from lightrft.models.towers import config_value, Family
 from lightrft.utils.errors import UserError
 
@@ -42,7 +43,7 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
     if config.is_encoder_decoder:
         return "is an encoder-decoder" + REMEDY
     text = config.get_text_config()
-    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS
+    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS - KINDS
     if family is None and any(config_value(config, tower, None) for tower in TOWERS):
         return f"has a vision or audio tower of a family that is not supported{REMEDY}, or one of {', '.join(FAMILIES)}"
     both_ways = config_value(text, "use_bidirectional_attention", False)
@@ -57,8 +58,8 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
 
 
 def check_class(hf: PreTrainedModel, path: str) -> None:
-    """Refuse a loaded model whose attention does not go through ``AttentionInterface`` or which is recurrent."""
-    if not hf._can_set_attn_implementation() or hf._is_stateful:
+    """Refuse a loaded model whose attention is not replaceable, or which has a recurrence of its own."""
+    if not hf._can_set_attn_implementation() or hf._is_stateful and not stateful(hf):
         raise UserError(
             f"model path {path!r} is of a wrong architecture: the attention of {type(hf).__name__} cannot be replaced "
             "by packed attention (it does not use Hugging Face's AttentionInterface)")

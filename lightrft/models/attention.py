@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lightrft.models.attention_kernels import flash_kernel, takes_groups, varlen_kernel
+from lightrft.models.state_rows import StateRows
 from lightrft.ops.segment import RowGather
 from lightrft.utils.tensors import upload
 
@@ -137,6 +138,11 @@ class PackedLayout:
         lens = torch.tensor(self.seen.lens)
         tokens, _, real = self._slots(torch.arange(len(lens)), lens, torch.zeros_like(lens))
         return RowGather(tokens, sum(self.lens), self.cu_seqlens.device, real)
+
+    @cached_property
+    def state_rows(self) -> StateRows:
+        """The calls of layers with state."""
+        return StateRows(self.lens, self.before, self.cu_seqlens.device)
 
     @cached_property
     def _rows(self) -> _Rows:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from lightrft.models import rope
+from lightrft.models import rope, stateful
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_modality import ActorModality, MediaModality
 from lightrft.models.lora import ADAPTER, apart_params, base_model, has_adapters, hf_name, merged_params, trained_names
@@ -37,6 +37,7 @@ class PackedModel(nn.Module):
         self.modality.adapt(self.hf_model)
         self._by_length = any(True for _ in rope.ropes(self.hf_model))
         self._drops = any(isinstance(each, _DropoutNd) and each.p > 0 for each in model.modules())
+        self._continues = stateful.continues(self.hf_model)
         self.files: WeightFiles | None = None  # of the weights that are on the meta device
 
     @property
@@ -64,7 +65,7 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, exp: Experience, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states of the ``tokens`` (int64 [N], on the host; None: all), [N, H]."""
-        share = self.share_prompts and not (self.training and self._drops)
+        share = self.share_prompts and self._continues and not (self.training and self._drops)
         found = forward_row(exp, share, rope.choices(self.hf_model, exp.lens) if self._by_length else ())
         row, index = found
         inputs = self.modality.inputs(row, self.hf_model)

@@ -2,8 +2,8 @@
 
 A family may drop the layout of a row on its way to attention, number positions over the whole row, mix tokens outside
 attention, or scale its logits in a way of its own. Its own code says so: a copy of the config with a few narrow layers
-and random weights, on the CPU, is asked for log-probs of two sequences, in one row and one by one. A family of which
-no copy runs is refused as well: nothing shows that it is right.
+and random weights, on the CPU, is asked for log-probs of three sequences, in one row, where two share their prompt, and
+one by one. A family of which no copy runs is refused as well: nothing shows that it is right.
 """
 import contextlib
 import copy
@@ -22,8 +22,9 @@ from lightrft.models.rope import ORIGINAL
 from lightrft.types import Experience
 from lightrft.utils.errors import CaptureException, first_line
 
-LENS = [9, 14]  # tokens of the two sequences
-BETWEEN = 11  # a limit of length that only the second one crosses
+LENS = [9, 14, 14]  # tokens of the sequences
+PROMPT = 6  # tokens at the beginning of the last two, which they share
+BETWEEN = 11  # a limit of length that the first one does not cross
 WINDOW = 5  # tokens of a sliding window or a chunk: less than a sequence
 VOCAB, WIDTH = 96, 64
 HEADS = (2, 4)  # of a copy: families split a width over heads that are a multiple of one or the other
@@ -82,7 +83,7 @@ def _fault(config: PretrainedConfig) -> str:
 
 
 def packing_gap(config: PretrainedConfig) -> Gap:
-    """Compare the log-probs of two sequences in a pack with those of each alone, in a small copy.
+    """Compare the log-probs of three sequences in a pack with those of each alone, in a small copy.
 
     Raises:
         NoCopy: there is none.
@@ -228,7 +229,8 @@ def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 def _sequences() -> Experience:
     ids = [[(5 * n * n + 7 * i + 3) % (VOCAB - 4) + 2 for i in range(length)] for n, length in enumerate(LENS)]
-    exp = Experience.pack(ids, prompt_lens=[1] * len(ids))
+    ids[2][:PROMPT] = ids[1][:PROMPT]
+    exp = Experience.pack(ids, prompt_lens=[1, PROMPT, PROMPT])
     exp.loss_mask[:] = True
     return exp
 
@@ -243,7 +245,7 @@ def _alone(model: PreTrainedModel) -> Tensor:
 
 
 def _packed(config: PretrainedConfig, model: PreTrainedModel) -> Tensor:
-    """Log-probs [T] of both in one row, by a model with the weights of ``model``, as a trainer computes them."""
+    """Log-probs [T] of all in one row, by a model with the weights of ``model``, as a trainer computes them."""
     packed = _built(config, PACKED)
     packed.load_state_dict(model.state_dict())
     logprobs = ActorLanguage(packed).eval()(_sequences())[0]

@@ -54,7 +54,7 @@ def test_a_copy_has_a_layer_of_each_kind_and_limits_that_one_sequence_crosses():
     shared = packing_check.cut(AutoConfig.for_model("gemma3n_text"))  # its last layers have no keys of their own
     assert 0 < shared.num_kv_shared_layers < shared.num_hidden_layers == len(shared.layer_types)
     long, dynamic = (packing_check.cut(AutoConfig.for_model(kind, **ACCEPTED[kind])) for kind in ("phi3", "llama"))
-    first, second = packing_check.LENS
+    first, second, _ = packing_check.LENS
     assert first < long.rope_parameters["original_max_position_embeddings"] < second
     assert first < dynamic.max_position_embeddings < second
 

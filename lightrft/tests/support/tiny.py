@@ -32,6 +32,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
 }
+_DELTA = {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # yapf: disable
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32}  # yapf: disable
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # a layer with state, then one of attention
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _EXPERTS),
+    "qwen3_next": ("qwen3_next", _DELTA | _EXPERTS),
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # a token takes two of four experts
     "mixtral": ("mixtral", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -52,8 +61,8 @@ def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
 
 
 def config(family: str = "qwen2", **overrides: Any) -> Any:
-    """The configuration of a tiny model of ``family`` (a key of ``FAMILIES`` or ``MIXTURES``)."""
-    model_type, changes = (FAMILIES | MIXTURES)[family]
+    """The configuration of a tiny model of ``family`` (a key of ``FAMILIES``, ``HYBRIDS`` or ``MIXTURES``)."""
+    model_type, changes = (FAMILIES | HYBRIDS | MIXTURES)[family]
     tok = tokenizer()
     ids = {
         "vocab_size": len(tok), "pad_token_id": tok.pad_token_id, "eos_token_id": tok.eos_token_id, "bos_token_id": None

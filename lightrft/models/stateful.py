@@ -1,0 +1,116 @@
+"""Layers with state, by their class in transformers: convolutions, delta rules, state spaces, lightning attention.
+
+transformers runs them over a row as over one sequence. Here their own code runs per sequence (:class:`StateRows`), and
+a prompt that several sequences share hands its state to each of them. A family that is not in :data:`LAYERS` is
+refused.
+"""
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from torch import nn, Tensor
+
+from lightrft.models.attention import PackedLayout
+from lightrft.models.state_rows import LayerState
+
+KEYWORDS = ("packing", "kv_cache")
+_CACHES = ("cache", "cache_params", "past_key_values")  # names of the cache in ``forward``, by release and family
+
+
+class StateCache(Protocol):
+    """Interface of the rollout engine's ``kv_cache=`` for layers with state."""
+
+    def mix(self, layer_idx: int, hidden: Tensor, layer: Callable[[Tensor, LayerState], tuple[Tensor, ...]]) -> Any:
+        """Run a layer from the states of its rows, and store those at their ends: [1, T, H] -> [1, T, ...] each."""
+
+
+@dataclass(frozen=True)
+class StatefulLayer:
+    """What is particular to the layers of one class.
+
+    Attributes:
+        continues: its code takes up a state exactly, so that sequences can share the forward pass of a prompt.
+        outputs: tensors [n, L, ...] that it returns.
+        unread: further outputs, which no model reads.
+    """
+    continues: bool = True
+    outputs: int = 1
+    unread: int = 0
+
+
+_DELTA = _STATE_SPACE = _CONVOLUTION = StatefulLayer()
+LAYERS: dict[str, StatefulLayer] = {
+    "Qwen3NextGatedDeltaNet": _DELTA,
+    "Qwen3_5GatedDeltaNet": _DELTA,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA,
+}
+KINDS = {"linear_attention"}  # their names in ``layer_types``
+
+
+class _PerSequence:
+    """The forward pass of a layer with state in a packed row."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer of each sequence of the row [1, T, H]; without a layout, as transformers does."""
+        given = vars(self).get("of_layer", {}) | kwargs
+        layout, cache = given.get("packing"), given.get("kv_cache")
+        kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+        forward, name = super().forward, _cache_name(type(self))  # type: ignore[misc]
+        if layout is None and cache is None:
+            return forward(hidden_states, *args, **kwargs)
+        kind = LAYERS[type(self).__name__]
+
+        def layer(rows: Tensor, state: LayerState) -> tuple[Tensor, ...]:
+            found = forward(rows, **kwargs | {name: state})
+            return found[:kind.outputs] if isinstance(found, tuple) else (found, )
+
+        outs = cache.mix(self.layer_idx, hidden_states, layer) if cache is not None else _packed(
+            layout, hidden_states, layer)  # type: ignore[attr-defined]
+        outs = (*outs, *[None] * kind.unread)
+        return outs if len(outs) > 1 else outs[0]
+
+
+def _packed(layout: PackedLayout, hidden: Tensor, layer: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+    layout.calls += 1
+    return [out[None] for out in layout.state_rows.run(hidden[0], layer)[0]]
+
+
+@lru_cache(maxsize=None)
+def _cache_name(family: type[Any]) -> str:
+    """Name of the cache among the parameters of the forward pass of a layer."""
+    parameters = inspect.signature(family.__mro__[2].forward).parameters
+    return next(name for name in _CACHES if name in parameters)
+
+
+@lru_cache(maxsize=None)
+def _derived(family: type[Any]) -> type[Any]:
+    return type(family.__name__, (_PerSequence, family), {"__module__": family.__module__})
+
+
+def stateful(model: nn.Module) -> list[nn.Module]:
+    """Layers with state in ``model``."""
+    return [module for module in model.modules() if type(module).__name__ in LAYERS]
+
+
+def continues(model: nn.Module) -> bool:
+    """True if sequences of ``model`` can share the forward pass of a prompt."""
+    return all(LAYERS[type(module).__name__].continues for module in stateful(model))
+
+
+def adapt(body: nn.Module) -> None:
+    """Let the layers with state of ``body`` run per sequence."""
+    for module in stateful(body):
+        if not isinstance(module, _PerSequence):
+            _use_torch(sys.modules[type(module).__module__])
+            module.__class__ = _derived(type(module))  # type: ignore[assignment]
+
+
+def _use_torch(module: Any) -> None:
+    """Replace kernels of other packages in a module of transformers by the torch code that they stand for: none has
+    been compared with it here."""
+    for name, function in list(vars(module).items()):
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and hasattr(function, "__wrapped__"):
+            setattr(module, name, inspect.unwrap(function))

@@ -1,0 +1,165 @@
+"""Layers with state begin anew with every sequence of a pack, or with the state of the prompt that it shares."""
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.models.actor_language import ActorLanguage
+from lightrft.models.packing_check import packing_fault
+from lightrft.models.state_rows import LayerState, StateRows
+from lightrft.models.stateful import LAYERS, stateful
+from lightrft.tests.support import naive_model, tiny
+from lightrft.tests.support.shared_prompts import experience
+from lightrft.types import Experience
+
+Grads = dict[str, Tensor]
+
+
+class Double:
+    """The module ``torch`` whose float32 is float64: transformers' recurrences compute in float32 whatever they get,
+    and a recurrence that begins elsewhere rounds at other tokens."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
+
+
+@pytest.fixture(scope="module", params=tiny.HYBRIDS)
+def models(request):
+    """A packed model, and the same with the attention of transformers, which sees one sequence at a time."""
+    hf, twin = (tiny.model(request.param).double() for _ in range(2))
+    for model, attention in ((hf, "packed"), (twin, "eager")):
+        model.set_attn_implementation(attention)
+        if "num_experts" in vars(model.config):
+            model.set_experts_implementation("eager")  # the others have no float64
+    modules = {sys.modules[type(layer).__module__] for layer in stateful(hf)}
+    assert modules and stateful(twin)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "torch", Double())
+        yield ActorLanguage(hf), twin
+
+
+def weights(exp: Experience) -> Tensor:
+    """A number per token that depends on its sequence alone."""
+    return torch.cat([torch.randn(end - start, generator=torch.Generator().manual_seed(int(exp.token_ids[end - 1])))
+                      for start, end in naive_model.bounds(exp)])  # yapf: disable
+
+
+def grads(module: torch.nn.Module) -> Grads:
+    found = {name.removeprefix("model."): p.grad for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module", name="alone")
+def alone_fixture(models):
+    exp = experience()
+    logprobs = naive_model.logprobs(models[1], exp)[0]
+    (logprobs * weights(exp)).sum().backward()
+    return exp, logprobs.detach(), grads(models[1])
+
+
+def assert_as_alone(model: ActorLanguage, batches: list[list[int]], alone: tuple[Experience, Tensor, Grads]) -> None:
+    """Log-probs to 1e-6 nats, gradients to 5e-6 of the largest element of a weight."""
+    exp, expected, sums = alone
+    rows = expected.split(exp.lens)
+    for batch in batches:
+        cut = exp.select(batch)
+        logprobs = model(cut)[0]
+        torch.testing.assert_close(logprobs, torch.cat([rows[i] for i in batch]).to(logprobs), atol=1e-6, rtol=0)
+        (logprobs * weights(cut)).sum().backward()
+    found = grads(model)
+    for name, grad in sums.items():
+        torch.testing.assert_close(found[f"model.{name}" if f"model.{name}" in found else name], grad,
+                                   atol=5e-6 * float(grad.abs().max()), rtol=0, msg=name)  # yapf: disable
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_packed_is_alone_in_any_order_and_cut(models, alone, share):
+    """Against the code of transformers, one sequence at a time."""
+    model, count = models[0], alone[0].num_seqs
+    model.share_prompts = share
+    order = [(7 * i + 3) % count for i in range(count)]
+    assert sorted(order) == list(range(count))
+    assert_as_alone(model, [list(range(count))], alone)
+    assert_as_alone(model, [order[:5], order[5:6], order[6:]], alone)
+
+
+def test_a_shared_prompt_runs_once_through_the_layers_with_state(models):
+    model, exp, tokens = models[0], experience(), []
+    layer = stateful(model.hf_model)[0]
+    hook = layer.in_proj_qkv if hasattr(layer, "in_proj_qkv") else layer.in_proj_qkvz
+    with hook.register_forward_hook(lambda module, args, out: tokens.append(out.shape[:2].numel())):
+        for model.share_prompts in (False, True):
+            model(exp)
+            tokens.append(0)
+    first = tokens.index(0)
+    assert sum(tokens[first + 1:]) < 0.8 * sum(tokens[:first])
+
+
+def test_a_pack_that_carries_state_on_is_noticed(models, alone, monkeypatch):
+    """The comparison can fail: one sequence begins with the state of another, or with none of its prompt."""
+    model = models[0]
+    right = StateRows.__init__
+
+    def joined(self, lens, before, device, ends=frozenset()):
+        right(self, [sum(lens)], None, device)
+
+    def unshared(self, lens, before, device, ends=frozenset()):
+        right(self, lens, None, device)
+
+    for broken in (joined, unshared):
+        monkeypatch.setattr(StateRows, "__init__", broken)
+        for model.share_prompts in (broken is unshared, ):
+            with pytest.raises(AssertionError):
+                assert_as_alone(model, [list(range(alone[0].num_seqs))], alone)
+        model.zero_grad()
+
+
+def counting(rows: Tensor, state: LayerState) -> tuple[Tensor, Tensor]:
+    """A layer: sums up to each token, and a convolution over the last two tokens."""
+    sums = rows.cumsum(1) + (state.recurrent_states[0][:, None] if state.has_previous_state(0) else 0)
+    tail = state.update_conv_state(rows.transpose(1, 2), 0, conv_kernel_size=2)
+    pairs = torch.nn.functional.pad(tail, (1, 0))[..., -rows.shape[1] - 1:]
+    state.update_recurrent_state(sums[:, -1], 0)
+    return sums, (pairs[..., 1:] + pairs[..., :-1]).transpose(1, 2)
+
+
+def test_states_are_handed_down_branches_of_any_depth():
+    lens, before = [5, 3, 40, 1, 70, 2, 9, 33], [-1, 0, 1, 2, 2, -1, 3, -1]
+    hidden = torch.randn(sum(lens), 3, dtype=torch.float64, requires_grad=True)
+    rows = StateRows(lens, before, "cpu", ends=frozenset([7]))
+    (sums, pairs), states = rows.run(hidden, counting)
+    parts, whole = hidden.split(lens), []
+    for index, part in enumerate(parts):
+        whole.append(torch.cat([whole[before[index]], part]) if before[index] >= 0 else part)
+    alone = [counting(row[None], LayerState()) for row in whole]
+    for place, found in enumerate((sums, pairs)):
+        expected = torch.cat([outs[place][0, -n:] for outs, n in zip(alone, lens)])
+        torch.testing.assert_close(found, expected)
+        mine, = torch.autograd.grad(found.square().sum(), hidden, retain_graph=True)
+        right, = torch.autograd.grad(expected.square().sum(), hidden, retain_graph=True)
+        torch.testing.assert_close(mine, right)
+    assert sorted(rows.order) == [0, 1, 2, 3, 7]
+    torch.testing.assert_close(states["recurrent0"], torch.stack([whole[index].sum(0) for index in rows.order]))
+    assert len(StateRows([5, 3, 9, 20, 7], [-1, 0, 0, 0, -1], "cpu").calls) == 3
+
+
+def test_kernels_of_other_packages_are_not_taken(models):
+    """None has been compared on packed sequences; the code of transformers runs whatever is installed."""
+    for layer in stateful(models[0].hf_model):
+        module = sys.modules[type(layer).__module__]
+        functions = [name for name, one in vars(module).items() if "delta_rule" in name or "conv1d" in name]
+        assert functions and not any(hasattr(getattr(module, name), "__wrapped__") for name in functions)
+
+
+@pytest.mark.parametrize("family", tiny.HYBRIDS)
+def test_a_small_copy_shows_that_they_are_right(family, monkeypatch):
+    config = tiny.config(family)
+    assert packing_fault(config) == ""
+    for name in [*LAYERS]:
+        monkeypatch.delitem(LAYERS, name)
+    config.vocab_size += 1  # another config, not the stored answer
+    assert "called packed attention 1 times in 2 layers" in packing_fault(config)
