@@ -22,7 +22,7 @@ from lightrft.strategy import export
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.host_buffers import HostBuffers
-from lightrft.strategy.mesh import Mesh
+from lightrft.strategy.mesh import Axes, Mesh
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, clip, load, set_schedule_step, squared_norm
 from lightrft.strategy.optimizers import OPTIMIZERS
 from lightrft.strategy.sharding import count_shards, like, local, own_slice, ParamSlice
@@ -100,6 +100,7 @@ class StrategyBase(ABC):
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     distributed: bool = False  # True while there is a process group
+    axes: Axes = Axes()  # what else than samples the ranks divide
     plans: bool = False  # True where models have no values, and nothing computes
 
     def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False) -> None:
@@ -110,7 +111,7 @@ class StrategyBase(ABC):
     @property
     def mesh(self) -> Mesh:
         """The ranks of this strategy, and the shares of this one."""
-        return Mesh(range(self.world_size), self.rank, self.device.type)
+        return Mesh(range(self.world_size), self.rank, self.device.type, axes=self.axes)
 
     # -- life ---------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -236,6 +237,10 @@ class StrategyBase(ABC):
     @abstractmethod
     def all_reduce(self, value: Tensor, op: str = "sum") -> Tensor:
         """Sum, max or min over ranks, out of place; any device, any dtype (sums of bool are int64)."""
+
+    def sum_data_ranks(self, value: Tensor) -> Tensor:
+        """Sum over data ranks: ranks that train the same samples have the same ``value``, which counts once."""
+        return self.all_reduce(torch.zeros_like(value) if self.mesh.data.replica else value)
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:

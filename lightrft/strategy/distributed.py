@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightrft.config.schema import StrategyConfig
 from lightrft.strategy import collectives
 from lightrft.strategy.base import StrategyBase
-from lightrft.strategy.mesh import group_of, Mesh
+from lightrft.strategy.mesh import Axes, group_of, Mesh
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.gpu import rank_device
@@ -156,11 +156,13 @@ class DistributedStrategy(StrategyBase):
     """A strategy on the process group of torchrun, or on a group of a single rank.
 
     ``ranks``: those of the group that it runs on; None: all. Each of them sets the strategy up, and no other rank does.
+    ``axes``: what else than samples they divide.
     """
 
-    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False,
-                 ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, ranks: Sequence[int] | None = None,
+                 axes: Axes = Axes()) -> None:
         super().__init__(cfg, bf16)
+        self.axes = axes
         self.ranks = None if ranks is None else sorted(ranks)  # as torch orders those of a group
         self.group: dist.ProcessGroup | None = None  # of ``ranks``
         self._owns_group = False
@@ -190,7 +192,7 @@ class DistributedStrategy(StrategyBase):
     @property
     def mesh(self) -> Mesh:
         """Override :attr:`StrategyBase.mesh`: the ranks may be some of the process group."""
-        return Mesh(self.ranks or range(self.world_size), self.rank, self.device.type, self.group)
+        return Mesh(self.ranks or range(self.world_size), self.rank, self.device.type, self.group, self.axes)
 
     def teardown(self) -> None:
         """Leave the group, if :meth:`setup` joined it."""

@@ -16,9 +16,11 @@ from lightrft.strategy.base import Prepared, named_in
 from lightrft.strategy.distributed import DistributedStrategy, local_world_size, transformer_blocks
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.memory import keeps_whole_gradients
+from lightrft.strategy.mesh import Axes
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler
 from lightrft.strategy.sharding import ParamSlice
 from lightrft.utils.env import total_memory
+from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import keeps_float32
 
 MIB = 1 << 20
@@ -125,13 +127,20 @@ class FSDPV2Strategy(DistributedStrategy):
     name = "fsdp"
 
     def __init__(self, cfg: StrategyConfig | None = None, bf16: bool = False, wrap: WrapPolicy | None = None,
-                 ranks: Sequence[int] | None = None) -> None:
-        super().__init__(cfg, bf16, ranks)
+                 ranks: Sequence[int] | None = None, axes: Axes = Axes()) -> None:
+        super().__init__(cfg, bf16, ranks, axes)
         self.wrap = wrap or WrapPolicy()
         self._placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
     def _prepare(self, model: nn.Module, optim: OptimSpec | None, shard_size: int) -> Prepared:
-        """Shard ``model`` over ``shard_size`` ranks (0: --fsdp_shard_size; without ``optim`` all ranks)."""
+        """Shard ``model`` over ``shard_size`` ranks (0: --fsdp_shard_size; without ``optim`` all ranks).
+
+        Raises:
+            UserError: the ranks are to divide more than samples and weights, which no model can do.
+        """
+        if self.axes.divided:
+            raise UserError(f"the mesh of this strategy has {', '.join(self.axes.divided)}, and no model divides its "
+                            "sequences, layers or experts among ranks; make the strategy without axes")
         size = shard_size or (self.cfg.fsdp_shard_size if optim else 0)
         if optim is None:
             model.requires_grad_(False)

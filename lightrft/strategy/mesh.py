@@ -1,8 +1,8 @@
 """Mesh: the ranks that run together, and what each of them has a share of: samples, responses, weights.
 
 Ranks that divide one thing need not be those that divide another. With tensor or sequence parallelism several ranks
-train the same samples; an engine on several ranks takes the responses of all of them. So code above this layer asks
-the mesh for its share of a thing, and never counts ranks itself. Today every rank has a share of its own of both.
+train the same samples, and each of them still generates responses of its own. So code above this layer asks the mesh
+for its share of a thing, and never counts ranks itself.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Share:
-    """Share number ``index`` of ``size``: the one of this process, in something that ranks divide among them."""
+    """Share number ``index`` of ``size``: the one of this process, in something that ranks divide among them.
+
+    ``replica``: its place among the ranks that have this same share.
+    """
     index: int
     size: int
+    replica: int = 0
 
     def of(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this share of ``items``, which are dealt one by one."""
@@ -33,6 +37,28 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Axes:
+    """Number of ranks that divide a sequence (``sp``), a layer (``tp``) or the experts of a layer (``ep``).
+
+    Neighbours divide the same one. The ``sp * tp`` ranks of one data rank hold the same samples; experts are divided
+    over data ranks too.
+    """
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that train the same samples."""
+        return self.sp * self.tp
+
+    @property
+    def divided(self) -> list[str]:
+        """The axes of more than one rank, as ``"tp 2"``."""
+        return [f"{name} {size}" for name, size in vars(self).items() if size > 1]
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Ranks that run together.
 
@@ -41,44 +67,84 @@ class Mesh:
         rank: index of this process among them.
         device_type: "cuda" or "cpu".
         group: process group of ``ranks``; None: the default one, which consists of them.
+        axes: what else than samples the ranks divide.
+
+    Raises:
+        UserError: the axes do not divide the number of ranks.
     """
     ranks: Sequence[int]
     rank: int
     device_type: str = "cpu"
     group: dist.ProcessGroup | None = None
+    axes: Axes = Axes()
+
+    def __post_init__(self) -> None:
+        for name, size in (("sp * tp", self.axes.replicas), ("ep", self.axes.ep)):
+            _check_divides(f"{name} = {size}", size, len(self.ranks), "ranks")
 
     @property
     def data(self) -> Share:
         """The share of the samples that this process trains on."""
-        return Share(self.rank, len(self.ranks))
+        return Share(self.data_rank(self.rank), len(self.ranks) // self.axes.replicas, self.rank % self.axes.replicas)
 
     @property
     def engines(self) -> Share:
-        """The share of the responses that this process generates."""
+        """The share of the responses that this process generates: every rank has its own, also one that shares an
+        engine, which takes the requests of all its ranks."""
         return Share(self.rank, len(self.ranks))
+
+    def data_rank(self, rank: int) -> int:
+        """Return the index of the share of the samples that ``rank`` trains on."""
+        return rank // self.axes.replicas
+
+    def first_of(self, rank: int) -> int:
+        """Return the first of the ranks that train the samples of ``rank``: where something counts once, it counts."""
+        return self.data_rank(rank) * self.axes.replicas
 
     def new_group(self) -> dist.ProcessGroup:
         """Make one more process group of these ranks, on the CPU; every rank calls it equally often."""
         return dist.new_group(backend="gloo") if self.group is None else group_of(self.ranks, backend="gloo")
 
     def dense(self, shard_size: int = 0) -> DeviceMesh:
-        """Make the mesh of the weights: ``("shard",)`` over all ranks, or ``("replicate", "shard")`` when fewer than
-        all share one copy. Every rank of the mesh calls it equally often. One for experts would be made beside it.
+        """Make the mesh of the weights: ``("shard",)`` over all data ranks, or ``("replicate", "shard")`` when fewer
+        than all share one copy, with the axes ``"sp"`` and ``"tp"`` of more than one rank after them. Every rank of the
+        mesh calls it equally often.
 
         Args:
-            shard_size: ranks that share one copy; 0 for all. Neighbours share, so a copy stays within a node.
+            shard_size: data ranks that share one copy; 0 for all. Neighbours share, so a copy stays within a node.
 
         Raises:
-            UserError: ``shard_size`` does not divide the number of ranks.
+            UserError: ``shard_size`` does not divide the number of data ranks.
         """
-        count = len(self.ranks)
+        copies, size = self._copies(shard_size)
+        return self._of_shape({"replicate": copies, "shard": size, "sp": self.axes.sp, "tp": self.axes.tp})
+
+    def experts(self, shard_size: int = 0) -> DeviceMesh:
+        """Make the mesh of the experts, over the same ranks again: those of one copy hold ``ep`` parts of the experts,
+        each divided over the ``"efsdp"`` ranks that hold the same part. Every rank of the mesh calls it equally often.
+
+        Args:
+            shard_size: that of :meth:`dense`.
+
+        Raises:
+            UserError: ``ep`` does not divide the ranks of one copy.
+        """
+        copies, size = self._copies(shard_size)
+        ranks, ep = size * self.axes.replicas, self.axes.ep
+        _check_divides(f"ep = {ep}", ep, ranks, "ranks of one copy")
+        return self._of_shape({"replicate": copies, "efsdp": ranks // ep, "ep": ep})
+
+    def _copies(self, shard_size: int) -> tuple[int, int]:
+        """Return the number of copies of the weights, and of the data ranks that share each."""
+        count = self.data.size
         size = shard_size or count
-        if size < 0 or count % size:
-            valid = [n for n in range(1, count + 1) if count % n == 0]
-            nearest = min(valid, key=lambda n: abs(n - size))
-            raise UserError(f"shard size {size} does not divide the {count} ranks; the nearest that does is {nearest} "
-                            "(--fsdp_shard_size, --initial_model_shard_size)")
-        shape, names = ((count, ), ("shard", )) if size == count else ((count // size, size), ("replicate", "shard"))
+        _check_divides(f"shard size {size}", size, count, "ranks", " (--fsdp_shard_size, --initial_model_shard_size)")
+        return count // size, size
+
+    def _of_shape(self, sizes: dict[str, int]) -> DeviceMesh:
+        """Make the mesh of these axes, without those of one rank but the one that shards."""
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name in ("shard", "efsdp")}
+        shape, names = tuple(sizes.values()), tuple(sizes)
         if self.group is None:
             return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
         return self._of_groups(torch.tensor(self.ranks).view(shape), names)
@@ -92,6 +158,17 @@ class Mesh:
                                      mesh=table if table.ndim > 1 else None, mesh_dim_names=names)
 
 
+def _check_divides(what: str, size: int, count: int, of: str, where: str = "") -> None:
+    """Raise an error that names ``what`` and the nearest valid size, if ``size`` does not divide ``count``."""
+    if size < 1 or count % size:
+        valid = [n for n in range(1, count + 1) if count % n == 0]
+        nearest = min(valid, key=lambda n: abs(n - size))
+        raise UserError(f"{what} does not divide the {count} {of}; the nearest that does is {nearest}{where}")
+
+
 def group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group of these ``ranks``; the other ranks take no part."""
+    """Make a process group of these ``ranks``; the other ranks take no part.
+
+    All of them have made equally many groups before: torch names the group by that number, and waits for that name.
+    """
     return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)

@@ -93,7 +93,7 @@ class BaseTrainer(ABC):
         cache = cast(PackedModel, self.prepared["actor"].model).modality.cache
         if cache is None:
             return {}
-        computed, reused = self.strategy.all_reduce(torch.tensor(cache.take_counts())).tolist()
+        computed, reused = self.strategy.sum_data_ranks(torch.tensor(cache.take_counts())).tolist()
         return {"media/features_computed": computed, "media/features_reused": reused}
 
     def _end_step(self, metrics: dict[str, float]) -> None:

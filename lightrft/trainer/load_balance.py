@@ -49,7 +49,7 @@ class LoadBalance:
         return self._routing().totals()
 
     def _reduced(self, totals: list[Tensor]) -> Tensor:
-        return self.strategy.all_reduce(torch.stack(totals).sum(0))
+        return self.strategy.sum_data_ranks(torch.stack(totals).sum(0))
 
     def _routing(self) -> Routing:
         """Return the routing of the last forward pass, and clear it."""

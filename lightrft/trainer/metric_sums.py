@@ -10,7 +10,8 @@ from lightrft.trainer.shards import Shards
 
 
 class MetricSums:
-    """Collects ``(sum, count)`` and maxima per key. Every rank must add the same keys (empty micro-batches do too).
+    """Collects ``(sum, count)`` and maxima per key. Every rank must add the same keys (empty micro-batches do too), and
+    ranks that train the same samples the same values, which count once.
 
     Values stay on their device until :meth:`reduce`, so that no micro-batch waits for them.
     """
@@ -42,12 +43,12 @@ class MetricSums:
         self._peaks[key] = torch.maximum(self._peaks[key], values) if key in self._peaks else values
 
     def reduce(self, strategy: StrategyBase) -> None:
-        """Combine all ranks in place, in one collective: each rank puts its maxima into a separate row."""
+        """Combine all data ranks in place, in one collective: each puts its maxima into a separate row."""
         self._to_host()
-        sums, peaks = _flat(self._sums), _flat(self._peaks)
-        rows = peaks.new_zeros(strategy.world_size, len(peaks))
-        rows[strategy.rank] = peaks
-        total = strategy.all_reduce(torch.cat([sums, rows.flatten()]))
+        sums, peaks, data = _flat(self._sums), _flat(self._peaks), strategy.mesh.data
+        rows = peaks.new_zeros(data.size, len(peaks))
+        rows[data.index] = peaks
+        total = strategy.sum_data_ranks(torch.cat([sums, rows.flatten()]))
         _unflatten(self._sums, total[:len(sums)])
         _unflatten(self._peaks, total[len(sums):].view_as(rows).amax(0))
 

@@ -78,7 +78,7 @@ class OptimizerStep:
         passes = [Passes(take, micro_batches, loss_of), *([extra] if extra else [])]
         own, lr = self._backward(prepared, passes), prepared.scheduler.get_last_lr()[0]
         total = 0.0
-        for mine, value in zip(own.tolist(), self.strategy.all_reduce(own).tolist()):
+        for mine, value in zip(own.tolist(), self.strategy.sum_data_ranks(own).tolist()):
             if not math.isfinite(value):  # that of any rank is not
                 self.strategy.discard_gradients(prepared)
                 return self._bad("loss", mine, lr)

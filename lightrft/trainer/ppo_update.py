@@ -274,7 +274,8 @@ class TokenSelection:
         logprobs = held.old_logprobs if known else self._current(shards, mini)
         slots = shards.slots(own)
         tokens = held.tokens_of(slots)
-        ranks = BatchRanks(self.strategy, torch.tensor(own, dtype=torch.long), shards.size)
+        index, share = torch.tensor(own, dtype=torch.long), self.strategy.mesh.data
+        ranks = BatchRanks(self.strategy, index, shards.size, share)
         batch = RolloutBatch(**vars(held.select(slots)), ranks=ranks)
         held.selected = torch.zeros(held.num_tokens, dtype=torch.bool)
         held.selected[tokens] = self.selects(logprobs[tokens], batch, self.config.algorithm, seed)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Ranks
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.mesh import Share
 from lightrft.trainer.batch_plan import select_micro_batch, SharedWork
 from lightrft.types import Batch, NUMBERS, RolloutBatch
 
@@ -14,10 +15,15 @@ Samples = list[list[int]]  # indices in the batch of the sequences of each rank
 
 
 class BatchRanks(Ranks):
-    """Ranks of a batch of ``size`` sequences; this one holds those at ``index`` (int64 [b], ascending)."""
+    """Ranks of a batch of ``size`` sequences; this one holds those at ``index`` (int64 [b], ascending).
 
-    def __init__(self, strategy: StrategyBase, index: Tensor, size: int) -> None:
+    ``share``: that of this rank in the batch, which counts once if other ranks have the same; default: that of the
+    responses it generates.
+    """
+
+    def __init__(self, strategy: StrategyBase, index: Tensor, size: int, share: Share | None = None) -> None:
         self.strategy, self.index, self.size = strategy, index, size
+        self.share = share or strategy.mesh.engines
 
     def own(self, values: Tensor) -> Tensor:
         """Implement :meth:`Ranks.own`."""
@@ -26,11 +32,11 @@ class BatchRanks(Ranks):
     def gather(self, values: Tensor) -> Tensor:
         """Implement :meth:`Ranks.gather` for values [b, ...], by one sum of vectors [B, ...]."""
         whole = values.new_zeros(self.size, *values.shape[1:]).index_copy(0, self.index, values)
-        return self.strategy.all_reduce(whole).to(values.dtype)
+        return self.total(whole).to(values.dtype)
 
     def total(self, value: Tensor) -> Tensor:
         """Implement :meth:`Ranks.total`."""
-        return self.strategy.all_reduce(value)
+        return self.strategy.all_reduce(torch.zeros_like(value) if self.share.replica else value)
 
     def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Implement :meth:`Ranks.columns`, by one gather of objects."""
@@ -43,16 +49,17 @@ class BatchRanks(Ranks):
 
     def stack(self, values: Tensor) -> Tensor:
         """Implement :meth:`Ranks.stack`."""
-        rows = values.new_zeros(self.strategy.world_size, *values.shape)
-        rows[self.strategy.rank] = values
-        return self.strategy.all_reduce(rows)
+        rows = values.new_zeros(self.share.size, *values.shape)
+        rows[self.share.index] = values
+        return self.total(rows)
 
 
 class Shards:
     """Sequences of a rollout batch of all ranks. Construction and every method but :meth:`micro_batch` are collectives.
 
     Every rank knows the length and the owner of each sequence, so that all ranks make the same plan. Host memory per
-    rank is that of its own sequences, and of the copies that it fetches for an epoch.
+    rank is that of its own sequences, and of the copies that it fetches for an epoch. The ranks of one data rank hold
+    the same sequences once these have moved; the first of them is the owner.
 
     Args:
         exp: sequences that this rank has, each the sample ``indices`` of the group ``group_ids`` of the batch. Its
@@ -79,6 +86,7 @@ class Shards:
         columns = {name: column[order] for name, column in columns.items()}
         self.samples = {name: columns[name] for name in fields}
         self.size, self.owner = len(order), columns["owner"].tolist()
+        self.owner_of = list(range(strategy.world_size))  # of what each rank holds
         self.group_ids, self.truncated = columns["group_ids"], columns["truncated"]
         self.lens, self.media, self._prompts, self.response_lens, self.drawn, self.surprisals = (columns[name]
                                                                                                  for name in facts)
@@ -108,19 +116,25 @@ class Shards:
         return SharedWork(numbers.tolist(), [0] * self.size) if self.media.any() else None
 
     def move(self, owned: Samples) -> None:
-        """Move every sequence to the rank that is to own it; ``owned[r]`` are those of rank r, ascending, each on one
-        rank only."""
+        """Move every sequence to the data rank that is to own it; ``owned[d]`` are those of data rank d, ascending,
+        each on one only."""
+        mesh = self.strategy.mesh
         if self.strategy.world_size == 1:
             return
-        self.exp = self._received(owned)
-        for rank, numbers in enumerate(owned):
+        self.exp = self._received(self._of_ranks(owned))
+        self.owner_of = [mesh.first_of(other) for other in self.owner_of]
+        for other, numbers in zip(self.owner_of, self._of_ranks(owned)):
             for number in numbers:
-                self.owner[number] = rank
-        self.ranks = BatchRanks(self.strategy, self.exp.sample_ids, self.size)
+                self.owner[number] = other
+        self.ranks = BatchRanks(self.strategy, self.exp.sample_ids, self.size, mesh.data)
         self.fetch(owned)
 
+    def _of_ranks(self, samples: Samples) -> Samples:
+        """Return the samples of each rank, from those of each data rank."""
+        return [samples[self.strategy.mesh.data_rank(rank)] for rank in range(self.strategy.world_size)]
+
     def fetch(self, wanted: Samples) -> None:
-        """Fetch copies of the sequences ``wanted[r]`` that rank r does not own; earlier copies are dropped.
+        """Fetch copies of the sequences ``wanted[d]`` that data rank d does not own; earlier copies are dropped.
 
         A rank without any sequence gets the shortest one: its empty micro-batches need a dummy
         (:func:`select_micro_batch`).
@@ -128,9 +142,9 @@ class Shards:
         if not self.size:
             return
         shortest = int(self.lens.argmin())
-        owned = {rank: rank in self.owner for rank in range(len(wanted))}
-        copies = [sorted(number for number in {*want} if self.owner[number] != rank) or
-                  [shortest] * (not owned[rank]) for rank, want in enumerate(wanted)]  # yapf: disable
+        owners = {*self.owner}
+        copies = [sorted(number for number in {*want} if self.owner[number] != owner) or [shortest] *
+                  (owner not in owners) for owner, want in zip(self.owner_of, self._of_ranks(wanted))]  # yapf: disable
         self.held = self.exp
         if any(copies):
             self._slots = self._slots_of(self.exp)

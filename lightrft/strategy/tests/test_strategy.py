@@ -20,7 +20,7 @@ from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy
 from lightrft.strategy.distributed import join, leave, local_world_size, transformer_blocks
 from lightrft.strategy.export import SafetensorsWriter
 from lightrft.strategy.fsdp import FSDPV2Strategy
-from lightrft.strategy.mesh import Mesh
+from lightrft.strategy.mesh import Axes, Mesh
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec
 from lightrft.strategy.strategy import FakeStrategy, get_strategy
 from lightrft.tests.support.packages import needs_deepspeed
@@ -69,6 +69,12 @@ def test_deepspeed_must_be_there(monkeypatch) -> None:
 def test_shard_size_must_divide() -> None:
     with pytest.raises(ValueError, match="shard size 3 does not divide the 8 ranks; the nearest that does is 2"):
         Mesh(range(8), 0).dense(3)
+    with pytest.raises(ValueError, match="sp [*] tp = 6 does not divide the 8 ranks; the nearest that does is 4"):
+        Mesh(range(8), 0, axes=Axes(sp=2, tp=3))
+    with pytest.raises(ValueError, match="ep = 0 does not divide the 8 ranks; the nearest that does is 1"):
+        Mesh(range(8), 0, axes=Axes(ep=0))
+    with pytest.raises(ValueError, match="ep = 8 does not divide the 4 ranks of one copy; .* is 4"):
+        Mesh(range(8), 0, axes=Axes(ep=8)).experts(4)
 
 
 def test_mesh_shapes() -> None:
@@ -78,7 +84,16 @@ def test_mesh_shapes() -> None:
             "from lightrft.strategy.mesh import Mesh\n"
             "m = Mesh(range(8), 5).dense(4); assert m.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]], m\n"
             "assert m.mesh_dim_names == ('replicate', 'shard')\n"
-            "assert Mesh(range(8), 5).dense().mesh.tolist() == list(range(8))\n")
+            "assert Mesh(range(8), 5).dense().mesh.tolist() == list(range(8))\n"
+            "from lightrft.strategy.mesh import Axes\n"
+            "m = Mesh(range(8), 5, axes=Axes(sp=2, ep=4)); d, e = m.dense(2), m.experts(2)\n"
+            "assert (m.data.index, m.data.size, m.data.replica, m.first_of(5)) == (2, 4, 1, 4), m.data\n"
+            "assert (m.engines.index, m.engines.size) == (5, 8), m.engines\n"
+            "assert d.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], d\n"
+            "assert d.mesh_dim_names == ('replicate', 'shard', 'sp')\n"
+            "assert e.mesh.tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], e\n"
+            "assert e.mesh_dim_names == ('replicate', 'efsdp', 'ep')\n"
+            "assert Mesh(range(8), 5).experts().mesh_dim_names == ('efsdp', )\n")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -20,9 +20,11 @@ from lightrft.strategy.base import Prepared
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.fsdp import FSDPV2Strategy, Placement, shard, WrapPolicy
 from lightrft.strategy.materialize import materialize
+from lightrft.strategy.mesh import Axes
 from lightrft.strategy.optimizer import create_scheduler, LocalOptimizer, OptimSpec
 from lightrft.strategy.sharding import like, local, own_slice
 from lightrft.strategy.strategy import SingleProcessStrategy
+from lightrft.tests.support.data_ranks import data_ranks
 from lightrft.tests.support.sharded import full
 from lightrft.tests.support.tiny_lm import placed
 
@@ -49,10 +51,15 @@ def divided(whole: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTe
 
 
 def cases() -> Iterator[tuple[str, Tensor, DTensor]]:
-    """Name, whole tensor and DTensor of every shape in every layout."""
-    number = 0
+    """Name, whole tensor and DTensor of every shape in every layout, on the meshes of weights and of experts, and on
+    meshes with an axis of one rank."""
+    number, divided_experts = 0, FSDPV2Strategy(StrategyConfig(strategy="fsdp"), ranks=[0, 1, 2, 3], axes=Axes(ep=2))
+    divided_experts.setup()
+    meshes = {(4, ): divided_experts.mesh.dense(), (2, 2): divided_experts.mesh.experts()}
+    assert [mesh.mesh_dim_names for mesh in meshes.values()] == [("shard", ), ("efsdp", "ep")]
     for ranks, shapes in SHAPES.items():
-        mesh, chosen = init_device_mesh("cpu", ranks), PLACEMENTS if 1 not in ranks else PLACEMENTS[::2]
+        mesh = meshes[ranks] if ranks in meshes else init_device_mesh("cpu", ranks)
+        chosen = PLACEMENTS if 1 not in ranks else PLACEMENTS[::2]
         for shape, placements in product(shapes, product(chosen, repeat=mesh.ndim)):
             if all(placement.is_replicate() or placement.dim < len(shape) for placement in placements):
                 whole, number = whole_of(number, shape), number + 1
@@ -137,7 +144,8 @@ def norms_and_updates(strategy: FSDPV2Strategy, wholes: list[Tensor], tensors: l
 def tensor_parallel(strategy: FSDPV2Strategy, folder: Path) -> None:
     """FSDP2 around tensor parallel layers on (shard, tp): three steps are those of one process, also across a
     checkpoint that one process reads."""
-    mesh, alone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp")), SingleProcessStrategy()
+    strategy.axes, alone = Axes(tp=2), SingleProcessStrategy()
+    mesh, data = strategy.mesh.dense(), strategy.mesh.data
     models = {which: mlp() for which in (alone, strategy)}
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(models[strategy], mesh["tp"], plan)
@@ -147,7 +155,7 @@ def tensor_parallel(strategy: FSDPV2Strategy, folder: Path) -> None:
     assert any(isinstance(p.placements[0], _StridedShard) for p in models[strategy].parameters())
     for step in range(3):
         rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        own = {alone: rows, strategy: rows[mesh.get_local_rank("shard")::2]}
+        own = {alone: rows, strategy: data.of(rows)}
         for which, one in prepared.items():
             which.backward(one.model(own[which]).square().sum(), one)
         norms = [which.optimizer_step(one, 0.5) for which, one in prepared.items()]
@@ -160,6 +168,7 @@ def tensor_parallel(strategy: FSDPV2Strategy, folder: Path) -> None:
         CheckpointManager(alone, folder).load(folder / "step_000003", {"actor": fresh})
         assert all(
             torch.allclose(a, b, atol=1e-5) for a, b in zip(fresh.model.parameters(), models[alone].parameters()))
+    strategy.axes = Axes()
     strategy.barrier()
 
 
@@ -212,6 +221,7 @@ def main(folder: Path) -> None:
     norms_and_updates(strategy, wholes[::3], tensors[::3])
     tensor_parallel(strategy, folder / "parallel")
     some_of_the_ranks(strategy, folder)
+    data_ranks(strategy)
     print(f"{len(names)} layouts")
     strategy.teardown()
 

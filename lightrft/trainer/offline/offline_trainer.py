@@ -160,7 +160,7 @@ class OfflineTrainer(BaseTrainer, Generic[Row]):
                 micro_batch = select_micro_batch(batch.exp, part).to(self.strategy.device)
                 loss += self._counted(micro_batch, batch.total, sums).double().cpu() * batch.total
             total += batch.total
-        return {"eval/loss": self.strategy.all_reduce(loss).item() / total} | self._means("eval", sums)
+        return {"eval/loss": self.strategy.sum_data_ranks(loss).item() / total} | self._means("eval", sums)
 
     def batches(self) -> Iterator[LossBatch]:
         """Yield all training rows and then all held-out ones, each once."""

@@ -35,7 +35,7 @@ def response_sums(strategy: StrategyBase, model: nn.Module, exp: Experience, par
         found.append(summed(model(micro_batch)[0], micro_batch)[:len(part)])
     sums = torch.zeros(exp.num_seqs, dtype=torch.float64)
     sums[[index for part in parts for index in part]] = torch.cat(found).cpu()
-    return strategy.all_reduce(sums)
+    return strategy.sum_data_ranks(sums)
 
 
 class Reference(Protocol):

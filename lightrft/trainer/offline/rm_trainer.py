@@ -99,8 +99,9 @@ class RMTrainer(PairTrainer):
         self._held_out = []
         metrics = super().measure(rows)
         rewards = torch.cat(self._held_out)
-        count, total = self.strategy.all_reduce(torch.stack([torch.ones_like(rewards).sum(), rewards.sum()])).tolist()
-        square = self.strategy.all_reduce(((rewards - total / count)**2).sum()).item()
+        sums = torch.stack([torch.ones_like(rewards).sum(), rewards.sum()])
+        count, total = self.strategy.sum_data_ranks(sums).tolist()
+        square = self.strategy.sum_data_ranks(((rewards - total / count)**2).sum()).item()
         moments = (total / count, (square / count)**0.5)
         self.describe(self.scorer, self.tokenizer, {"moments": moments})
         return metrics | {"eval/reward_mean": self.scorer.head.mean, "eval/reward_std": self.scorer.head.std}
