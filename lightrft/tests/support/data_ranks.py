@@ -60,7 +60,7 @@ def update_of(strategy: StrategyBase, shards: Shards, plan: BatchPlan) -> dict[s
     return {"means": [sums.mean(key) for key in sums.keys()], "peak": sums.vector("peak").tolist(), "trained": trained,
             "moments": logprobs, "kept": shards.kept.tolist(), "of all": shards.collect([7, 0, 3]).token_ids.tolist(),
             "advantages": shards.advantages.tolist(), "total": shards.ranks.total(shards.exp.advantages.sum()).item(),
-            "owned": plan.owned()[data.index]}  # yapf: disable
+            "owned": plan.owned()[data.index], "held": shards.held.sample_ids.tolist()}  # yapf: disable
 
 
 def data_ranks(outer: StrategyBase) -> None:
