@@ -21,7 +21,7 @@ from lightrft.tests.support.launch import ROOT, preload, torchrun
 from lightrft.tests.support.sglang_experts import MOE
 from lightrft.tests.support.warm import warm_environ, warm_python
 
-SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"]
+SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "lightrft.tests.support.sglang_forked"]
 CASES = {  # test_vllm_ranks has more, of what is the same code
     "raise@1:9 2": ([1, 1], ": RuntimeError: SGLang's model is broken"),
     "die@1:2 1": ([1, -9], "rank 1 died without a message (killed, crashed, or out of memory)"),

@@ -1,11 +1,12 @@
 """A trainer and the real SGLang on its weights, in one process, for :mod:`lightrft.tests.support.sglang_engine`."""
+import gc
 import logging
 import multiprocessing
 import os
 import random
 import signal
-
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 
@@ -13,6 +14,7 @@ from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import get_engine
+from lightrft.rollout.sglang.launch import isolated_environment
 from lightrft.rollout.weight_sync.verify import get_weight_sync_verifier
 from lightrft.tests.support import engine_rig
 from lightrft.tests.support.engine_rig import LIMIT, NEW
@@ -38,6 +40,7 @@ class Rig(engine_rig.EngineRig):
         super().__init__(folder, load_actor(ModelConfig(pretrain=str(folder))))
         self.cfg = CFG
         self.engine = get_engine(self.cfg, self.actor, self.strategy, self.tokenizer)
+        self.engine.native.run(self.engine.native.manager.freeze_gc)  # half a second per update, on CPUs alone
 
     def unfinished(self):
         return len(self.engine.native.manager.rid_to_state)
@@ -53,15 +56,25 @@ def state():
 
 @contextmanager
 def forked():
-    """Fork schedulers from this process, which has imported SGLang: a start takes seconds, not tens of them. Engines
-    in other tests start as users' do."""
+    """Fork schedulers from this process, which has imported all of SGLang's models: a start takes a second, not tens of
+    them. Engines in other tests start as users' do."""
     right = multiprocessing.set_start_method
-
-    def forking(method, force=False):
-        right("fork" if method == "spawn" else method, force)
-
+    import_models()
     multiprocessing.set_start_method = forking
     try:
         yield
     finally:
         multiprocessing.set_start_method = right
+
+
+def import_models():
+    """Import what each scheduler would, and hide it from its garbage collector, which an update of weights calls."""
+    with isolated_environment(torch.device("cpu"), 1):
+        import_module("sglang.srt.models.registry")
+    gc.collect()
+    gc.freeze()
+
+
+def forking(method, force=False, right=multiprocessing.set_start_method):
+    """Stands for ``multiprocessing.set_start_method``, to which SGLang says "spawn"."""
+    right("fork" if method == "spawn" else method, force)
