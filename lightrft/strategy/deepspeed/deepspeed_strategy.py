@@ -1,8 +1,10 @@
 """DeepSpeed ZeRO: optimizer state (stage 1), gradients (2) and weights (3) are sharded over ranks."""
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,15 +30,29 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 BUFFERS = ("lp_grads", "contiguous_grad_buffer")  # DeepSpeed's names of buffers that only an update needs
 
 
+@contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Let imports of a package fail within, unless it is imported already."""
+    hides = name not in sys.modules
+    if hides:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules[name]
+
+
 def import_deepspeed() -> Any:
     """Import the package, set up to use the CPU where there is no CUDA.
 
-    Its warnings report the choices made here, so only its errors are shown.
+    Its warnings report the choices made here, so only its errors are shown. Where MLflow is installed, DeepSpeed's
+    tuner, which nothing here uses, would import it: that takes longer than all of DeepSpeed.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     # without it, DeepSpeed on CPUs counts devices with a program that it starts for every gradient
     os.environ.setdefault("LOCAL_SIZE", str(World.from_env().local_world_size))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _hidden("mlflow"):
         warnings.simplefilter("ignore")
         import deepspeed
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)  # its calls

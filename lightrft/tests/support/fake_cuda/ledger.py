@@ -1,6 +1,7 @@
 """Counts of what a program asks of a device, by call site."""
 import sys
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
@@ -14,23 +15,29 @@ EMPTIED = "emptied"  # memory that torch keeps is given back to the device, for 
 DOWNLOAD = "download"  # a copy to the host that does not block
 
 
+@lru_cache(maxsize=None)
+def _is_own(name: str) -> bool:
+    """Return True for a file of this project outside its tests, and outside the helpers that only copy."""
+    return name.startswith(str(PACKAGE)) and not any(part in name[len(str(PACKAGE)):] for part in HELPERS)
+
+
 def _own_frame() -> FrameType | None:
-    """Return the innermost frame of this project outside its tests, and outside the helpers that only copy."""
+    """Return the innermost frame in a file of :func:`_is_own`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(str(PACKAGE)) and not any(part in name[len(str(PACKAGE)):] for part in HELPERS):
-            return frame
+    while frame is not None and not _is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    return frame
+
+
+@lru_cache(maxsize=None)
+def _name(file: str, function: str) -> str:
+    return f"{Path(file).relative_to(PACKAGE)}:{function}"
 
 
 def site() -> str:
     """Name the function that runs, as ``trainer/optimizer_step.py:OptimizerStep.run``; no line, which edits move."""
     frame = _own_frame()
-    if frame is None:
-        return "outside"
-    return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}"
+    return "outside" if frame is None else _name(frame.f_code.co_filename, frame.f_code.co_qualname)
 
 
 def line() -> str:

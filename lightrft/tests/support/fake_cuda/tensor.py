@@ -4,8 +4,9 @@ To autograd a tensor is on torch's "lazy" device, whose backward passes run in t
 program it is on ``cuda:0``. Every operator runs on the CPU data inside.
 """
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing, TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from lightrft.tests.support.fake_cuda import ledger
 from lightrft.tests.support.fake_cuda.kernels import EMULATED
@@ -29,6 +29,24 @@ SIZED = {aten._local_scalar_dense.default, aten.nonzero.default, aten._unique2.d
 NO_KERNEL = {aten.detach.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
              aten.new_empty.default, aten.new_empty_strided.default, aten._local_scalar_dense.default,
              aten.lift_fresh.default, aten.set_.source_Tensor, aten.resize_.default}  # yapf: disable
+
+
+class Traits(NamedTuple):
+    """What the device has to know of an operator."""
+    copies: bool
+    indexed: bool
+    sized: bool
+    launches: bool  # a kernel
+    aliases: bool  # a result may share memory with an argument, or be one
+    call: Callable[..., Any]  # on the content
+
+
+@lru_cache(maxsize=None)
+def traits(func: Any) -> Traits:
+    """Return the traits of an operator, whose hash takes as long as a small kernel."""
+    aliases = any(spec.alias_info is not None for spec in func._schema.arguments)
+    return Traits(func in COPIES, func in INDEXED, func in SIZED, not func.is_view and func not in NO_KERNEL, aliases,
+                  EMULATED.get(func, func))
 
 
 class DeviceMismatch(RuntimeError):
@@ -124,21 +142,35 @@ def on_device(device: Any) -> bool:
     return device is not None and torch.device(device).type in ("lazy", "cuda")
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts: torch's pytrees take longer than a small kernel."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(each)
 
 
-def _inside(leaf: Any) -> Any:
-    if isinstance(leaf, CudaTensor):
-        return leaf.data_on_host
-    return CPU if isinstance(leaf, torch.device) and on_device(leaf) else leaf
+def _inside(tree: Any) -> Any:
+    """Replace tensors and names of the device by the content and the CPU."""
+    if isinstance(tree, CudaTensor):
+        return tree.data_on_host
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(_inside, tree))
+    return CPU if isinstance(tree, torch.device) and on_device(tree) else tree
+
+
+def _wrapped(tree: Any) -> Any:
+    """Put the tensors of a result on the device."""
+    if isinstance(tree, Tensor):
+        return CudaTensor(tree)
+    return type(tree)(map(_wrapped, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def _check_mix(func: Any, args: Any, tensors: list[Tensor]) -> None:
     """Refuse an operator on tensors of both sides; copies, and index tensors of the host, are allowed as on CUDA."""
     host = [x for x in tensors if not isinstance(x, CudaTensor) and x.ndim and x.device.type == "cpu"]
-    allowed = func in COPIES or func in INDEXED and isinstance(args[0], CudaTensor)
-    if host and not allowed:
+    if host and not traits(func).copies and not (traits(func).indexed and isinstance(args[0], CudaTensor)):
         shapes = [f"{'cpu' if any(x is h for h in host) else 'cuda:0'} {list(x.shape)}" for x in tensors]
         raise DeviceMismatch(f"{func} at {ledger.line()} got tensors on cuda:0 and cpu: {', '.join(shapes)}")
 
@@ -147,14 +179,14 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
     """Return True if the host waits for the device, for a number or a size, or to copy an index from the host."""
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    if func not in INDEXED:
-        return func in SIZED
+    if not traits(func).indexed:
+        return traits(func).sized
     reads = any(x is not None and (x.dtype == torch.bool or not isinstance(x, CudaTensor)) for x in args[1])
     return reads and not (len(args) > 2 and args[2].numel() == 1)  # a single value is a masked fill
 
 
 def _count(func: Any, args: Any, kwargs: Any) -> None:
-    if not func.is_view and func not in NO_KERNEL:
+    if traits(func).launches:
         current().add(KERNEL)
     if _waits(func, args, kwargs):
         wait()
@@ -188,26 +220,23 @@ def _move(func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
 
 def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operator of torch on the content of its tensors, count it, and wrap what belongs to the device."""
-    tensors = _tensors((args, kwargs))
-    cuda = any(isinstance(x, CudaTensor) for x in tensors)
-    if func in COPIES and (cuda or on_device(kwargs.get("device"))) and not isinstance(tensors[-1], CudaTensor):
+    tensors, known, asked = list(_tensors((args, kwargs))), traits(func), kwargs.get("device")
+    cuda, becomes = any(isinstance(x, CudaTensor) for x in tensors), on_device(asked)
+    if known.copies and (cuda or becomes) and not isinstance(tensors[-1], CudaTensor):
         _arrive()  # the device runs one copy after the other
     if cuda:
         _check_mix(func, args, tensors)
         _count(func, args, kwargs)
-    inner_args, inner_kwargs = tree_map(_inside, args), tree_map(_inside, kwargs)
-    inner_kwargs.pop("pin_memory", None)
-    call = EMULATED.get(func, func)
-    recording = CAPTURE.recorder is not None and (cuda or on_device(kwargs.get("device")))
-    run = CAPTURE.recorder if recording and CAPTURE.recorder is not None else lambda f, call, a, k: call(*a, **k)
-    out = run(func, call, inner_args, inner_kwargs)
-    if func in COPIES:
+    inner = {name: _inside(value) for name, value in kwargs.items() if name != "pin_memory"}
+    if CAPTURE.recorder is not None and (cuda or becomes):
+        out = CAPTURE.recorder(func, known.call, _inside(args), inner)
+    else:
+        out = known.call(*_inside(args), **inner)
+    if known.copies:
         return _move(func, args, kwargs, out)
-    asked = kwargs.get("device")
-    if not (cuda and asked is None or on_device(asked)):
+    if not (cuda and asked is None or becomes):
         return out
-    wrapped = tree_map(lambda x: CudaTensor(x) if isinstance(x, Tensor) else x, out)
-    return return_and_correct_aliasing(func, args, kwargs, wrapped)
+    return return_and_correct_aliasing(func, args, kwargs, _wrapped(out)) if known.aliases else _wrapped(out)
 
 
 class Operators(TorchDispatchMode):
@@ -243,31 +272,62 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     return attend(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
 
 
+def _to(*args: Any, **kwargs: Any) -> Any:
+    return Tensor.to(args[0], *map(_lazy, args[1:]), **kwargs)
+
+
+def _attend(*args: Any, **kwargs: Any) -> Any:
+    return (_attention if isinstance(args[0], CudaTensor) else F.scaled_dot_product_attention)(*args, **kwargs)
+
+
+def _rms_norm(*args: Any, **kwargs: Any) -> Any:
+    """As CUDA does without gradients; a CPU takes several operators."""
+    if isinstance(args[0], CudaTensor) and not torch.is_grad_enabled():
+        return execute(aten._fused_rms_norm.default, args, kwargs)[0]
+    return F.rms_norm(*args, **kwargs)
+
+
+def _set_data(target: Tensor, value: Tensor) -> None:
+    """Assign ``target.data``."""
+    if isinstance(target, CudaTensor) != isinstance(value, CudaTensor):
+        _replace(target, value)
+    elif isinstance(target, CudaTensor):
+        target.data_on_host = value.data_on_host  # type: ignore[attr-defined]
+    else:
+        SET_DATA(target, value)
+
+
+def _tensor(*args: Any, **kwargs: Any) -> Tensor:
+    """Copy numbers to a tensor of the device, which waits, or make one of the host."""
+    if not (on_device(kwargs.get("device")) or args and isinstance(args[0], CudaTensor)):
+        return torch.tensor(*args, **kwargs)
+    wait()
+    return CudaTensor(torch.tensor(args[0], **{name: value for name, value in kwargs.items() if name != "device"}))
+
+
+def _new_tensor(like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not (on_device(kwargs.get("device")) or isinstance(like, CudaTensor)):
+        return like.new_tensor(*args, **kwargs)
+    return _tensor(*args, **{"dtype": like.dtype, **kwargs, "device": LAZY})
+
+
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+REPLACED: dict[Any, Callable[..., Any]] = {
+    Tensor.to: _to, F.scaled_dot_product_attention: _attend, F.rms_norm: _rms_norm,
+    Tensor.cuda: lambda x, *args, **kwargs: x.to(LAZY), SET_DATA: _set_data, torch.tensor: _tensor,
+    Tensor.new_tensor: _new_tensor
+}  # yapf: disable
+
+
 class Calls(TorchFunctionMode):
     """Says "lazy" to torch where the program says "cuda"."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
             return torch.device(*args, **kwargs or {})
-        kwargs = {key: _lazy(value) if key == "device" else value for key, value in (kwargs or {}).items()}
-        kwargs.pop("pin_memory", None)
-        args = tuple(_lazy(x) if isinstance(x, torch.device) else x for x in args)
-        if func is Tensor.to:
-            args = args[:1] + tuple(map(_lazy, args[1:]))
-        if func is F.scaled_dot_product_attention and isinstance(args[0], CudaTensor):
-            return _attention(*args, **kwargs)
-        if func is F.rms_norm and isinstance(args[0], CudaTensor) and not torch.is_grad_enabled():
-            return execute(aten._fused_rms_norm.default, args, kwargs)[0]  # as CUDA; a CPU takes several operators
-        if func is Tensor.cuda:
-            return args[0].to(LAZY)
-        if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor) != isinstance(args[1], CudaTensor):
-            return _replace(args[0], args[1])
-        if func == Tensor.data.__set__ and isinstance(args[0], CudaTensor):
-            args[0].data_on_host = args[1].data_on_host
-        made = {torch.tensor: args[0] if args else None, Tensor.new_tensor: args[1] if len(args) > 1 else None}
-        if func in made and (on_device(kwargs.get("device")) or isinstance(args[0], CudaTensor)):
-            if func is Tensor.new_tensor:
-                kwargs.setdefault("dtype", args[0].dtype)
-            wait()
-            return CudaTensor(torch.tensor(made[func], **{k: v for k, v in kwargs.items() if k != "device"}))
-        return func(*args, **kwargs)
+        if kwargs:
+            kwargs = {key: _lazy(value) if key == "device" else value for key, value in kwargs.items()
+                      if key != "pin_memory"}  # yapf: disable
+        if any(isinstance(x, torch.device) for x in args):
+            args = tuple(_lazy(x) if isinstance(x, torch.device) else x for x in args)
+        return REPLACED.get(func, func)(*args, **kwargs or {})
