@@ -6,7 +6,6 @@ of one global loss), parameters have their Hugging Face names, and world size 1 
 import math
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.mesh import Axes, Mesh
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, clip, load, set_schedule_step, squared_norm
 from lightrft.strategy.optimizers import OPTIMIZERS
-from lightrft.strategy.sharding import count_shards, like, local, own_slice, ParamSlice
+from lightrft.strategy.sharding import like, local, names_by_shards, own_slice, ParamSlice
 from lightrft.utils.errors import UserError
 from lightrft.utils.lightrft_names import answers_names
 
@@ -171,9 +170,9 @@ class StrategyBase(ABC):
         """Run the pass itself; strategies that synchronize gradients extend it."""
         loss.backward()
 
-    def _replicas(self, param: Tensor) -> int:
-        """Number of ranks that hold the same part of ``param``."""
-        return self.world_size // count_shards(param)
+    def _by_replicas(self, params: dict[str, Tensor]) -> dict[int, list[str]]:
+        """Names of parameters by the number of ranks that hold the same part of them."""
+        return {self.world_size // shards: names for shards, names in names_by_shards(params).items()}
 
     def optimizer_step(self, prepared: Prepared, max_norm: float = 0.0) -> float:
         """Clip to the global norm, step, advance the schedule, clear gradients; return the norm before clipping.
@@ -199,10 +198,11 @@ class StrategyBase(ABC):
     def _square(self, prepared: Prepared, parts: dict[str, Tensor]) -> Tensor:
         """This rank's share in the squared norm of tensors that are sharded as the parameters of their names are: what
         several ranks hold counts once."""
-        owners, alike = trained(prepared).owners, defaultdict[int, list[Tensor]](list)
-        for name, part in parts.items():
-            alike[self._replicas(owners[name])].append(part)
-        squares = [squared_norm(some, self.device) / replicas for replicas, some in alike.items()]
+        owners = trained(prepared).owners
+        squares = [
+            squared_norm([parts[name] for name in names], self.device) / replicas
+            for replicas, names in self._by_replicas({name: owners[name] for name in parts}).items()
+        ]
         return torch.stack(squares).sum() if squares else squared_norm([], self.device)
 
     def _grad_norm(self, prepared: Prepared, grads: dict[str, Tensor]) -> float:

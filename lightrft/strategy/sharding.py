@@ -1,5 +1,5 @@
 """Shards: which elements of a tensor a rank stores, and for which it is responsible, by its placements on a mesh."""
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -73,6 +73,14 @@ def _by_rows(placement: Placement) -> bool:
 def count_shards(tensor: Tensor) -> int:
     """Number of different shards of ``tensor``, each of which may be on several ranks."""
     return prod(map(tensor.device_mesh.size, sharded_axes(tensor))) if isinstance(tensor, DTensor) else 1
+
+
+def names_by_shards(tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    """Names of tensors by :func:`count_shards` of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(count_shards(tensor), []).append(name)
+    return names
 
 
 def _chunk(runs: list[range], count: int, index: int) -> list[range]:

@@ -246,8 +246,8 @@ class DeepspeedStrategy(DistributedStrategy):
         super().discard_gradients(prepared)
         self.reads[prepared.model].names.clear()
 
-    def _replicas(self, param: Tensor) -> int:
-        return 1 if self.cfg.zero_stage else self.world_size
+    def _by_replicas(self, params: dict[str, Tensor]) -> dict[int, list[str]]:
+        return {1 if self.cfg.zero_stage else self.world_size: [*params]}
 
     # -- weights ------------------------------------------------------------------------------------------------------
     def _divides_weights(self) -> bool:
