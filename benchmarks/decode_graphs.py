@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from lightrft.models.attention import PackedLayout
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf import continuous_batching
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import Shape, StepGraphs
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec
-from lightrft.rollout.hf.open_responses import ResponseQueue
+from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.workspace import Sizes, Workspace
+from lightrft.types import Episode, Prompt
 
 CPU = torch.device("cpu")
 SPEC = KVSpec(layers=1, heads=1, dim=1, dtype=torch.float32)
@@ -94,11 +95,11 @@ class Counted(StepGraphs):
         return result
 
 
-def rollout(graphs: Counted, space: Workspace, requests: list[Request], lengths: Lengths, own: bool) -> None:
-    """Generate the responses of ``requests`` once."""
+def rollout(graphs: Counted, space: Workspace, episodes: list[Episode], lengths: Lengths, own: bool) -> None:
+    """Generate the responses of ``episodes`` once."""
     params, stub = space.sizes.params, cast(Any, lengths)
     queue = ResponseQueue()
-    queue.submit(requests, params, False, 0)
+    queue.submit(episodes, params, False)
 
     def decode_pass(tokens: Tensor, positions: Tensor, view: Any) -> Tensor:
         return torch.zeros(positions.shape[0], 2)
@@ -124,8 +125,9 @@ def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt
              freed: bool = False, weights: int = WEIGHTS, own: bool = False) -> list[dict[str, float]]:
     """Return counts of each of ``rollouts`` rollouts; each draws the order of the lengths anew."""
     most, rng, graphs = max(lengths), random.Random(seed), Counted(weights)
-    requests = [Request([0] * prompt, list(range(i, i + samples))) for i in range(0, len(lengths), samples)]
-    plan = KVPlan.fit(slots * (prompt + most), [samples] * len(requests), prompt, most - 1, slots)
+    groups, row = len(lengths) // samples, Prompt("", [0] * prompt, "")
+    episodes = [Episode(row, i, j, seed=samples * i + j) for i in range(groups) for j in range(samples)]
+    plan = KVPlan.fit(slots * (prompt + most), [samples] * groups, prompt, most - 1, slots)
     sizes = Sizes(SamplingParams(most), 2)
     space, rows = Workspace(KVCache(SPEC, plan, CPU), sizes), []
     for _ in range(rollouts):
@@ -136,7 +138,7 @@ def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(continuous_batching, "uniforms", order.uniforms)
             patch.setattr(continuous_batching, "sample", order.sample)
-            rollout(graphs, space, requests, order, own)
+            rollout(graphs, space, episodes, order, own)
         times, counts = graphs.times, {name: graphs.counts[name] for name in ("eager", "captured", "replayed")}
         rows.append(counts | {"padding": times["padded"] / times["live"], "time": times["run"] / times["alone"]})
     return rows

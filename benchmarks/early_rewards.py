@@ -12,16 +12,20 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
-from hf_engine import END, LONGEST, SIZES, counting_model
+from hf_engine import END, LONGEST, SIZES, counting_model, new_episodes
 
 import torch
 from lightrft.config.schema import RewardConfig
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import Handle, RewardManager
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import generate, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.scheduler import Round
+from lightrft.types import Episode, Prompt
 
 PROMPT = 16
 CODE = """
@@ -37,9 +41,7 @@ class Ways:
     """One rollout whose rewards begin with responses or with groups."""
 
     def __init__(self, groups: int, samples: int, slots: int) -> None:
-        self.requests = [
-            Request([LONGEST + 1 + i % 32] * PROMPT, [samples * i + j for j in range(samples)]) for i in range(groups)
-        ]
+        self.prompts, self.samples = [Prompt("", [LONGEST + 1 + i % 32] * PROMPT, "") for i in range(groups)], samples
         self.inputs = [[RewardInput(str(i), str(j)) for j in range(samples)] for i in range(groups)]
         model = counting_model(SIZES["quickstart"])
         model.set_attn_implementation("packed")
@@ -49,22 +51,23 @@ class Ways:
     def generation(self) -> float:
         """Seconds of generation without rewards."""
         start = time.perf_counter()
-        self.engine.generate(self.requests, SamplingParams(LONGEST))
+        generate(self.engine, new_episodes(self.prompts, self.samples), SamplingParams(LONGEST))
         return time.perf_counter() - start
 
     def waiting(self, rewards: RewardManager, early: bool) -> float:
         """Seconds from the end of generation to the last reward."""
-        handles = [Handle() for _ in self.requests]
+        handles = [Handle() for _ in self.prompts]
 
-        def begin(ended: list[tuple[int, int, object]]) -> None:
-            rewards.begin([(handles[i], j, self.inputs[i][j]) for i, j, _ in ended])
+        def begin(episodes: Iterable[Episode]) -> None:
+            rewards.begin([(handles[each.group_id], each.index, self.inputs[each.group_id][each.index])
+                           for each in episodes])
 
-        def finished(i: int, completions: list[object]) -> None:
-            if not early:
-                begin([(i, j, one) for j, one in enumerate(completions)])
-            rewards.finish(handles[i])
+        def heard(finished: Round) -> None:
+            begin(finished.episodes if early else chain.from_iterable(finished.groups))
+            for group in finished.groups:
+                rewards.finish(handles[group[0].group_id])
 
-        self.engine.generate(self.requests, SamplingParams(LONGEST), finished, begin if early else None)
+        generate(self.engine, new_episodes(self.prompts, self.samples), SamplingParams(LONGEST), heard=heard)
         start = time.perf_counter()
         scored = [score.total for handle in handles for score in rewards.collect(handle)]
         assert scored == [1.0] * sum(map(len, self.inputs))

@@ -13,6 +13,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 import lightrft.models.attention  # noqa: F401  (registers "packed")
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import generate, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
+from lightrft.types import Episode, Prompt
 
 SHORTEST, LONGEST = 8, 256
 END = 0  # token n > 0 says "n are left"; the prompts use the tokens after LONGEST
@@ -55,21 +57,23 @@ def counting_model(size: dict[str, int]) -> PreTrainedModel:
     return model.eval()
 
 
-def random_prompts(length: int) -> list[Request]:
-    """Make requests of SAMPLES samples for prompts of ``length`` tokens, as many as the smallest model gets."""
-    rng, samples = random.Random(1), range(SAMPLES)
-    return [
-        Request([LONGEST + 1 + rng.randrange(32) for _ in range(length)], [SAMPLES * i + j for j in samples])
-        for i in range(max(PROMPTS.values()))
-    ]
+def random_prompts(length: int) -> list[Prompt]:
+    """Make prompts of ``length`` tokens, as many as the smallest model gets."""
+    rng = random.Random(1)
+    return [Prompt("", [LONGEST + 1 + rng.randrange(32) for _ in range(length)], "")
+            for _ in range(max(PROMPTS.values()))]  # yapf: disable
 
 
-def run_generate(model: PreTrainedModel, requests: list[Request], rows: int, new: int, end: int | None) -> list[int]:
+def new_episodes(prompts: Sequence[Prompt], samples: int) -> list[Episode]:
+    """Make unfinished episodes of every prompt; all seeds differ."""
+    return [Episode(prompt, i, j, seed=samples * i + j) for i, prompt in enumerate(prompts) for j in range(samples)]
+
+
+def run_generate(model: PreTrainedModel, prompts: list[Prompt], rows: int, new: int, end: int | None) -> list[int]:
     """Run ``model.generate`` and return the lengths of its responses, in static batches of ``rows``."""
     model.set_attn_implementation("sdpa")
-    prompts = torch.tensor([request.token_ids for request in requests for _ in request.seeds])
     lengths = []
-    for batch in prompts.split(rows):
+    for batch in torch.tensor([prompt.token_ids for prompt in prompts for _ in range(SAMPLES)]).split(rows):
         out = model.generate(batch, attention_mask=torch.ones_like(batch), do_sample=True, temperature=1.0, top_k=0,
                              top_p=1.0, max_new_tokens=new, eos_token_id=end, pad_token_id=LONGEST + 1)
         out = out[:, batch.shape[1]:]
@@ -78,11 +82,12 @@ def run_generate(model: PreTrainedModel, requests: list[Request], rows: int, new
     return lengths
 
 
-def run_engine(model: PreTrainedModel, requests: list[Request], kv_bytes: int, new: int, end: int | None) -> list[int]:
+def run_engine(model: PreTrainedModel, prompts: list[Prompt], kv_bytes: int, new: int, end: int | None) -> list[int]:
     """Run the HF engine within ``kv_bytes`` and return the lengths of its responses."""
     model.set_attn_implementation("packed")
     engine = HFEngine(model, [] if end is None else [end], kv_bytes)
-    return [len(c.token_ids) for group in engine.generate(requests, SamplingParams(new)) for c in group]
+    generate(engine, episodes := new_episodes(prompts, SAMPLES), SamplingParams(new))
+    return [episode.response_len for episode in episodes]
 
 
 def timed(clock: Any, function: Any, *args: Any) -> tuple[float, list[int]]:
@@ -92,18 +97,17 @@ def timed(clock: Any, function: Any, *args: Any) -> tuple[float, list[int]]:
     return sum(lengths) / (clock() - start), lengths
 
 
-def compare(model: PreTrainedModel, requests: list[Request], args: argparse.Namespace,
-            end: int | None) -> dict[str, Any]:
+def compare(model: PreTrainedModel, prompts: list[Prompt], args: argparse.Namespace, end: int | None) -> dict[str, Any]:
     """Run paired repetitions; return medians of tokens/s and all ratios."""
     config, new = model.config, LONGEST if end is not None else LONGEST // 2
     per_token = 2 * 4 * config.num_hidden_layers * config.hidden_size
     kv_bytes = args.rows * (args.prompt + new - 1) * per_token
-    run_engine(model, requests[:2], kv_bytes, 4, end), run_generate(model, requests[:2], args.rows, 4, end)  # warm up
+    run_engine(model, prompts[:2], kv_bytes, 4, end), run_generate(model, prompts[:2], args.rows, 4, end)  # warm up
     clock = time.process_time if args.cpu_clock else time.perf_counter
     slow, fast, start = [], [], time.perf_counter()
     while not fast or (len(fast) < args.repeats and time.perf_counter() - start < args.seconds):
-        slow.append(timed(clock, run_generate, model, requests, args.rows, new, end))
-        fast.append(timed(clock, run_engine, model, requests, kv_bytes, new, end))
+        slow.append(timed(clock, run_generate, model, prompts, args.rows, new, end))
+        fast.append(timed(clock, run_engine, model, prompts, kv_bytes, new, end))
     return {
         "MiB": kv_bytes / 2**20,
         "lengths": fast[0][1],
@@ -132,14 +136,14 @@ def main() -> None:
                         help="CPU seconds, not wall time (busy machine, --threads 1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    requests = random_prompts(args.prompt)
+    prompts = random_prompts(args.prompt)
     print(f"{SAMPLES} samples per prompt; tokens/s and ratio are medians; lengths are min / mean / max")
     print(f"{'model':<12}{'lengths':<9}{'KV MiB':>7}{'generate':>10}{'engine':>9}{'ratio':>8}  {'all ratios':<20}"
           f"{'engine lengths':<18}generate lengths")
     for name, size in SIZES.items():
         model = counting_model(size)
         for kind, end in (("natural", END), ("equal", None)):
-            r = compare(model, requests[:PROMPTS[name]], args, end)
+            r = compare(model, prompts[:PROMPTS[name]], args, end)
             ratios, ratio = " ".join(f"{each:.2f}" for each in r["ratios"]), statistics.median(r["ratios"])
             print(
                 f"{name:<12}{kind:<9}{r['MiB']:>7.1f}{r['generate']:>10.0f}{r['engine']:>9.0f}"

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hf_engine import END, LONGEST, SIZES, counting_model
+from hf_engine import END, LONGEST, SIZES, counting_model, new_episodes
 
 import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.rollout import Completion, Request, SamplingParams
+from lightrft.rollout import generate, SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.trainer.logprob_pass import Pass
@@ -36,8 +36,8 @@ class Ways:
 
     def __init__(self, groups: int, samples: int, slots: int, tokens: int) -> None:
         rng, self.tokens = random.Random(1), tokens
-        prompts = [[LONGEST + 1 + rng.randrange(32) for _ in range(PROMPT)] for _ in range(groups)]
-        self.requests = [Request(ids, [samples * i + j for j in range(samples)]) for i, ids in enumerate(prompts)]
+        self.samples = samples
+        self.prompts = [Prompt("", [LONGEST + 1 + rng.randrange(32) for _ in range(PROMPT)], "") for _ in range(groups)]
         model, other = (counting_model(SIZES["hidden 256"]) for _ in range(2))
         for each in (model, other):
             each.set_attn_implementation("packed")
@@ -48,11 +48,8 @@ class Ways:
 
     def generate(self, take: Callable[[list[Episode]], Any]) -> None:
         """Generate one rollout; ``take`` gets every response as it ends."""
-        self.engine.generate(self.requests, SamplingParams(LONGEST),
-                             on_arrived=lambda ended: take([self._sample(*each) for each in ended]))
-
-    def _sample(self, i: int, j: int, one: Completion) -> Episode:
-        return Episode.of(Prompt("", self.requests[i].token_ids, ""), i, j, one, 0)
+        generate(self.engine, new_episodes(self.prompts, self.samples), SamplingParams(LONGEST),
+                 heard=lambda finished: take(finished.episodes))
 
     def early(self, forward: Callable[..., torch.Tensor]) -> PassThread:
         """Make the trainer's own overlapped passes."""

@@ -22,7 +22,6 @@ from bare_loop import warm_model
 from lightrft.config.cli import parse_config
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.rollout.engine import Request
 from lightrft.rollout.vllm.parts import native_params
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.session import training_session
@@ -47,7 +46,7 @@ class Ways:
 
     def __init__(self, maker: FastExperienceMaker, prompts: list[Prompt], llm: Any) -> None:
         self.maker, self.prompts, self.llm, self.wait = maker, prompts, llm, list
-        self.requests = [Request.of(group[0].prompt, [each.seed for each in group]) for group in self.groups()]
+        self.seeds = [(group[0].prompt.token_ids, [each.seed for each in group]) for group in self.groups()]
         self.stop_ids = maker.engine.stop_ids(maker.sampling)
 
     def groups(self) -> list[list[Episode]]:
@@ -72,8 +71,8 @@ class Ways:
         return self._single(seed=None, logprobs=None)
 
     def _single(self, **changes: Any) -> int:
-        jobs = [({"prompt_token_ids": request.token_ids}, self._native(seed)) for request in self.requests
-                for seed in request.seeds]
+        jobs = [({"prompt_token_ids": token_ids}, self._native(seed)) for token_ids, seeds in self.seeds
+                for seed in seeds]
         for _, native in jobs:
             for name, value in changes.items():
                 setattr(native, name, value)
@@ -81,10 +80,10 @@ class Ways:
 
     def grouped(self) -> int:
         """Generate with one request of n samples per prompt."""
-        natives = [self._native(request.seeds[0]) for request in self.requests]
-        for native, request in zip(natives, self.requests):
-            native.n = len(request.seeds)
-        return self._generate([{"prompt_token_ids": request.token_ids} for request in self.requests], natives)
+        natives = [self._native(seeds[0]) for _, seeds in self.seeds]
+        for native, (_, seeds) in zip(natives, self.seeds):
+            native.n = len(seeds)
+        return self._generate([{"prompt_token_ids": token_ids} for token_ids, _ in self.seeds], natives)
 
     def _native(self, seed: int) -> Any:
         sampling = self.maker.sampling

@@ -1,6 +1,7 @@
 """The rollout engine in the trainer's process: memory asleep and awake, weight sync, speed."""
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from benchmarks.gpu.catalog import ROLLOUT, Setting, SLEEP, SYNC
 from benchmarks.gpu.models import model_folder, open_trainer, shape
 from benchmarks.gpu.store import Row, Tables
 from benchmarks.gpu.training import batch, step_tables, STEPS, synchronize
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.scheduler import generate
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.types import Episode
 from lightrft.utils.env import used_memory_gib
 
 CHUNK = 256 << 20  # bytes copied at once
@@ -25,7 +28,7 @@ def run(setting: Setting) -> Iterator[Tables]:
     """Measure the life of an engine, then the steps of a trainer with it."""
     prompts, samples, new = batch(setting)
     with open_trainer(setting, prompts, samples, new, STEPS) as trainer:
-        yield from life(trainer, make_requests(trainer, prompts, samples), setting)
+        yield from life(trainer, make_episodes(trainer, prompts, samples), setting)
         trainer.fit()
         if trainer.strategy.is_main:
             yield step_tables(setting)
@@ -35,23 +38,29 @@ def engine(setting: Setting) -> Iterator[Tables]:
     """Measure the life of an engine alone."""
     prompts, samples, new = batch(setting)
     with open_trainer(setting, prompts, samples, new, 1) as trainer:
-        yield from life(trainer, make_requests(trainer, prompts, samples), setting)
+        yield from life(trainer, make_episodes(trainer, prompts, samples), setting)
 
 
-def life(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting) -> Iterator[Tables]:
+def life(trainer: SPMDPPOTrainer, episodes: list[Episode], setting: Setting) -> Iterator[Tables]:
     """Let the engine of ``trainer`` sleep, wake, take weights and generate."""
-    yield {SLEEP: [memory(trainer, requests)]}
+    yield {SLEEP: [memory(trainer, episodes)]}
     yield {SYNC: [sync_speed(trainer)]}
-    fixed = speed(trainer, requests, setting, spread=False)
+    fixed = speed(trainer, episodes, setting, spread=False)
     yield {ROLLOUT: [fixed]}
-    yield {ROLLOUT: [fixed, speed(trainer, requests, setting, spread=True)]}
+    yield {ROLLOUT: [fixed, speed(trainer, episodes, setting, spread=True)]}
 
 
-def make_requests(trainer: SPMDPPOTrainer, prompts: int, samples: int) -> list[Request]:
+def make_episodes(trainer: SPMDPPOTrainer, prompts: int, samples: int) -> list[Episode]:
     """Take this rank's share of the prompts; responses differ by their seeds."""
     strategy, data = trainer.strategy, trainer.loader.dataset
-    return [Request(data[i].token_ids, [samples * i + j for j in range(samples)])
-            for i in range(strategy.rank, prompts, strategy.world_size)]  # yapf: disable
+    return [Episode(data[i], i, j, seed=samples * i + j) for i in range(strategy.rank, prompts, strategy.world_size)
+            for j in range(samples)]  # yapf: disable
+
+
+def generated(trainer: SPMDPPOTrainer, episodes: list[Episode], params: SamplingParams) -> int:
+    """Generate unfinished episodes, which stay as they are; return the number of their tokens."""
+    generate(trainer.engine, fresh := [replace(episode, segments=[]) for episode in episodes], params)
+    return sum(episode.response_len for episode in fresh)
 
 
 def timed(strategy: StrategyBase, function: Callable[[], Any]) -> float:
@@ -63,7 +72,7 @@ def timed(strategy: StrategyBase, function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def memory(trainer: SPMDPPOTrainer, requests: list[Request]) -> Row:
+def memory(trainer: SPMDPPOTrainer, episodes: list[Episode]) -> Row:
     """Read the memory in use before and after sleeping, and after the generation that brings the cache back."""
 
     def used() -> float:
@@ -76,7 +85,7 @@ def memory(trainer: SPMDPPOTrainer, requests: list[Request]) -> Row:
     trainer.engine.wake()
     row["awake"] = used()
     trainer.sync_weights(1)
-    trainer.engine.generate(requests, SamplingParams(4))
+    generated(trainer, episodes, SamplingParams(4))
     row["generating"] = used()
     trainer.engine.sleep()
     row["asleep again"] = used()
@@ -123,7 +132,7 @@ def copy_seconds(strategy: StrategyBase, nbytes: int) -> float:
     return min(timed(strategy, copy) for _ in range(REPEATS))
 
 
-def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting, spread: bool) -> Row:
+def speed(trainer: SPMDPPOTrainer, episodes: list[Episode], setting: Setting, spread: bool) -> Row:
     """Measure tokens/s through the library and of bare vLLM, and the way from asleep to the first token.
 
     Args:
@@ -137,16 +146,17 @@ def speed(trainer: SPMDPPOTrainer, requests: list[Request], setting: Setting, sp
     def through_the_library() -> int:
         if setting.engine == "vllm":  # as after the sync of a step
             trainer.engine.native.reset_prefix_cache()  # type: ignore[attr-defined]  # of vLLM's engine
-        return sum(len(one.token_ids) for group in trainer.engine.generate(requests, params) for one in group)
+        return generated(trainer, episodes, params)
 
     ways = {"tokens/s": through_the_library}
     if setting.engine == "vllm" and setting.tp == 1:
-        ways["bare vLLM, tokens/s"] = bare_vllm(trainer, requests, params, setting)
-        ways["bare vLLM without seeds, tokens/s"] = bare_vllm(trainer, requests, params, setting, seeds=False)
+        ways["bare vLLM, tokens/s"] = bare_vllm(trainer, episodes, params, setting)
+        ways["bare vLLM without seeds, tokens/s"] = bare_vllm(trainer, episodes, params, setting, seeds=False)
     row: Row = {"lengths": f"spread to {longest}" if spread else str(longest)}
     row |= {name: tokens_per_second(trainer.strategy, way) for name, way in ways.items()}
     if setting.engine == "hf" and not spread:
-        row["kernels per step"] = kernels_per_step(trainer, requests[:1])
+        row["kernels per step"] = kernels_per_step(trainer,
+                                                   [each for each in episodes if each.group_id == episodes[0].group_id])
     return row if spread else row | first_token(trainer)
 
 
@@ -159,14 +169,14 @@ def tokens_per_second(strategy: StrategyBase, way: Callable[[], int]) -> float:
     return max(speeds[1:])
 
 
-def kernels_per_step(trainer: SPMDPPOTrainer, requests: list[Request]) -> float | None:
+def kernels_per_step(trainer: SPMDPPOTrainer, episodes: list[Episode]) -> float | None:
     """Return the kernels of a decode step, replayed ones too: a response of more tokens has more steps, and no other
     kernels more. None without a GPU or what its profiler needs."""
     cuda, (few, many) = trainer.strategy.device.type == "cuda", COUNTED
 
     def kernels(tokens: int) -> int:
         with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
-            trainer.engine.generate(requests, SamplingParams(tokens))
+            generated(trainer, episodes, SamplingParams(tokens))
             synchronize(trainer.strategy)
         return sum(event.device_type == DeviceType.CUDA and not event.name.startswith("Mem")
                    for event in profiler.events() or ())  # yapf: disable
@@ -174,34 +184,34 @@ def kernels_per_step(trainer: SPMDPPOTrainer, requests: list[Request]) -> float 
     return (kernels(many) - kernels(few)) / (many - few) or None
 
 
-def bare_vllm(trainer: SPMDPPOTrainer, requests: list[Request], params: SamplingParams, setting: Setting,
+def bare_vllm(trainer: SPMDPPOTrainer, episodes: list[Episode], params: SamplingParams, setting: Setting,
               seeds: bool = True) -> Callable[[], int]:
-    """Make a function that generates the same requests with vLLM's own ``LLM`` on the same engine; without ``seeds``
+    """Make a function that generates the same episodes with vLLM's own ``LLM`` on the same engine; without ``seeds``
     other responses."""
     from rollout_overhead import llm_around
     from vllm import SamplingParams as Native
     native: Any = trainer.engine.native  # type: ignore[attr-defined]  # of vLLM's engine
     llm = llm_around(native, str(model_folder(setting)))
-    prompts = [{"prompt_token_ids": one.token_ids} for one in requests for _ in one.seeds]
-    natives = [Native(max_tokens=params.max_new_tokens, logprobs=0, seed=seed if seeds else None, detokenize=False,
-                      stop_token_ids=list(params.stop_token_ids))
-               for one in requests for seed in one.seeds]  # yapf: disable
+    prompts = [{"prompt_token_ids": episode.prompt.token_ids} for episode in episodes]
+    natives = [Native(max_tokens=params.max_new_tokens, logprobs=0, seed=episode.seed if seeds else None,
+                      detokenize=False, stop_token_ids=list(params.stop_token_ids))
+               for episode in episodes]  # yapf: disable
 
-    def generate() -> int:
+    def run() -> int:
         native.reset_prefix_cache()
         outputs = llm.generate(prompts, natives, use_tqdm=False)
         return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
-    return generate
+    return run
 
 
 def first_token(trainer: SPMDPPOTrainer) -> Row:
     """Time falling asleep; then waking up, the sync with its proof and the first token."""
     strategy, engine = trainer.strategy, trainer.engine
-    request = [Request(trainer.loader.dataset[0].token_ids, [0])]
+    first = [Episode(trainer.loader.dataset[0], 0, 0)]
     sleep = timed(strategy, engine.sleep)
     parts = {
         "wake, s": timed(strategy, engine.wake), "sync, s": timed(strategy, lambda: trainer.sync_weights(9)),
-        "one token, s": timed(strategy, lambda: engine.generate(request, SamplingParams(1)))
+        "one token, s": timed(strategy, lambda: generate(engine, first, SamplingParams(1)))
     }
     return {"sleep, s": sleep, "wake to first token, s": sum(parts.values()), **parts}

@@ -2,9 +2,8 @@
 from lightrft.utils.registry import lazy_exports
 
 _HOMES = {
-    "Completion": "lightrft.rollout.engine",
-    "Continuation": "lightrft.rollout.engine",
-    "Request": "lightrft.rollout.engine",
+    "generate": "lightrft.rollout.scheduler",
+    "Generated": "lightrft.rollout.engine",
     "RolloutEngine": "lightrft.rollout.engine",
     "SamplingParams": "lightrft.rollout.engine",
     "get_engine": "lightrft.rollout.engines",

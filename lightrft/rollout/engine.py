@@ -1,17 +1,17 @@
-"""Interface of every rollout engine, with its requests and responses."""
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable, TypeVar
+"""Interface of every rollout engine."""
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.models.vocabulary import check_ids
-from lightrft.types import Prompt
+from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.errors import UserError
 
-T = TypeVar("T")
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -33,100 +33,16 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
 
-@dataclass(frozen=True)
-class Request:
-    """One prompt and the seeds of its samples: one response per seed. Equal seeds and weights give equal responses,
-    whatever else is in the batch and however many ranks there are, as far as the arithmetic of the kernels allows.
-
-    ``media``: the keys of the prompt's pictures and sounds, which an engine that takes media looks up for itself;
-    ``unexpanded``: the prompt's tokens with one placeholder per medium.
-
-    ``prefixes``: the tokens that each response has already (empty: none has begun). ``max_new_tokens`` counts the
-    prefix too. With the HF engine and SGLang the noise of a token depends on the seed and the token's position alone,
-    so a resumed response continues as it would have in one go; with vLLM it continues with noise derived from the
-    position where it resumes. The weights may differ from those that drew the prefix.
-    """
-    token_ids: list[int]
-    seeds: list[int]
-    media: tuple[str, ...] = ()
-    prefixes: list[list[int]] = field(default_factory=list)
-    unexpanded: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, prompt: Prompt, seeds: list[int], prefixes: Sequence[list[int]] = ()) -> "Request":
-        """Request responses to ``prompt``."""
-        return cls(prompt.token_ids, seeds, prompt.media, list(prefixes), prompt.unexpanded_ids)
-
-
-@dataclass
-class Completion:
-    """One response: its tokens (a matched stop token included, a prefix not) and their log-probs, in nats, under the
-    distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax).
-
-    ``appended``: the runs [start, stop) of tokens that a :class:`Continuation` appended; their log-probs are 0.
-    """
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str  # "stop" | "length" | "abort"
-    appended: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def drawn(self) -> list[bool]:
-        """One flag per token: True where the policy drew it. The loss mask of the response."""
-        return self.per_token(True, False)
-
-    def per_token(self, drawn: T, appended: T) -> list[T]:
-        """Return one value per token: ``drawn`` where the policy drew it, else ``appended``."""
-        values = [drawn] * len(self.token_ids)
-        for start, stop in self.appended:
-            values[start:stop] = [appended] * (stop - start)
-        return values
-
-    def extend(self, more: "Completion") -> None:
-        """Append what was generated after these tokens, with its finish reason."""
-        begun = len(self.token_ids)
-        self.token_ids, self.logprobs = self.token_ids + more.token_ids, self.logprobs + more.logprobs
-        self.appended = self.appended + [(begun + start, begun + stop) for start, stop in more.appended]
-        self.finish_reason = more.finish_reason
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The start of a response's next turn: tokens that are appended without being drawn, before generation resumes."""
-    token_ids: list[int]
-
-
-Key = tuple[int, int]  # number of the request, index among its seeds
-
-
 class Generated(NamedTuple):
     """Tokens that a response has drawn since its last report, up to its end, a stop token or an abort.
 
-    ``sample``: the index of the response among the seeds of the request.
+    ``segment``: the tokens (a matched stop token included) and their log-probs, in nats, under the distribution that
+    was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax). ``finish_reason`` is
+    one of :data:`FINISH_REASONS`.
     """
-    request: int
-    sample: int
-    part: Completion
-
-
-Ended = Sequence[tuple[int, int, Completion]]  # request, index among its seeds, response
-Finished = Callable[[int, list[Completion]], bool | None]
-Arrived = Callable[[Ended], None]
-
-
-@runtime_checkable
-class PendingAnswer(Protocol):
-    """An answer that may not be there yet, such as a :class:`concurrent.futures.Future`."""
-
-    def done(self) -> bool:
-        """Return True once the answer is there."""
-
-    def result(self) -> Continuation | None:
-        """Return the answer, or raise the error that it met."""
-
-
-Answer = Continuation | PendingAnswer | None
-NextTurn = Callable[[Ended], Sequence[Answer]]
+    key: Key
+    segment: Segment
+    finish_reason: str
 
 
 def refuse_media(engine: str, kinds: Iterable[str], reason: str) -> None:
@@ -140,34 +56,39 @@ def refuse_media(engine: str, kinds: Iterable[str], reason: str) -> None:
                         "--engine_type hf")
 
 
-def check_requests(requests: list[Request], params: SamplingParams, engine: str, vocabulary: int, longest: int = 0,
+def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:
+    """Return the neighbours of one role and group, which share their prompt."""
+    return [[*group] for _, group in groupby(episodes, lambda episode: episode.key[:2])]
+
+
+def check_episodes(episodes: Iterable[Episode], params: SamplingParams, engine: str, vocabulary: int, longest: int = 0,
                    takes_media: bool = False) -> None:
-    """Refuse requests that no engine can run on a model of ``vocabulary`` tokens.
+    """Refuse episodes that no engine can run on a model of ``vocabulary`` tokens.
 
     ``longest``: most tokens of a prompt and its response that the engine was started for; 0: any number.
     ``takes_media``: the model takes media, and the engine has a source of them.
 
     Raises:
-        ValueError: no new tokens, an empty prompt, a prefix that leaves no room, a token that the model does not have,
-            media, or more tokens than ``longest``.
+        ValueError: no new tokens, an empty prompt, a response that leaves no room, a token that the model does not
+            have, media, or more tokens than ``longest``.
     """
     if params.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}")
-    for i, request in enumerate(requests):
-        if not request.token_ids:
-            raise ValueError(f"request {i} has an empty prompt")
-        if (begun := max(map(len, request.prefixes), default=0)) >= params.max_new_tokens:
-            raise UserError(
-                f"request {i} resumes from {begun} tokens, but a response may have {params.max_new_tokens}; "
-                "use the --generate_max_len that it was started with")
-        for ids in (request.token_ids, *request.prefixes):
-            check_ids(f"request {i}", ids, vocabulary)
-        if request.media and not takes_media:
-            raise ValueError(f"request {i} has media ({', '.join(request.media)}); the {engine} engine takes text only")
-        if longest and len(request.token_ids) + params.max_new_tokens > longest:
-            raise UserError(f"request {i}: {len(request.token_ids)} prompt + {params.max_new_tokens} new tokens are "
-                            f"more than the {longest} that the {engine} engine was started for; raise "
-                            "--prompt_max_len or --generate_max_len")
+    for group in prompt_groups(episodes):
+        prompt, name = group[0].prompt, f"prompt {group[0].group_id}"
+        if not prompt.token_ids:
+            raise ValueError(f"{name} is empty")
+        if (begun := max(episode.response_len for episode in group)) >= params.max_new_tokens:
+            raise UserError(f"a response to {name} resumes from {begun} tokens, but may have {params.max_new_tokens}; "
+                            "use the --generate_max_len that it was started with")
+        for ids in (prompt.token_ids, *(episode.response_ids for episode in group)):
+            check_ids(name, ids, vocabulary)
+        if prompt.media and not takes_media:
+            raise ValueError(f"{name} has media ({', '.join(prompt.media)}); the {engine} engine takes text only")
+        if longest and len(prompt.token_ids) + params.max_new_tokens > longest:
+            raise UserError(f"{name}: {len(prompt.token_ids)} prompt + {params.max_new_tokens} new tokens are more "
+                            f"than the {longest} that the {engine} engine was started for; raise --prompt_max_len or "
+                            "--generate_max_len")
 
 
 def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: int) -> list[int]:
@@ -176,14 +97,16 @@ def stop_ids(eos_token_ids: Iterable[int], params: SamplingParams, vocabulary: i
 
 
 class SteppedEngine(Protocol):
-    """An engine that generates in rounds, and takes requests at any time. A
+    """An engine that generates in rounds, and takes episodes at any time. A
     :class:`~lightrft.rollout.scheduler.Scheduler` runs them to their end.
 
-    A response is known by its :data:`Key`. After a stop token it is finished; with ``waits`` it waits instead, until
-    :meth:`resume` or :meth:`abort`, and holds up no other response.
+    A response is known by the key of its episode, which no other unfinished one has. After a stop token it is finished;
+    with ``waits`` it waits instead, until :meth:`resume` or :meth:`abort`, and holds up no other response. Equal seeds
+    and weights give equal responses, whatever else is in the batch and however many ranks there are, as far as the
+    arithmetic of the kernels allows.
 
     ``weight_version`` is the version of the last update: 0 before any, and after the first one. ``group`` is the CPU
-    process group of the ranks that share the engine: they submit all of their requests and take all steps alike. None:
+    process group of the ranks that share the engine: they submit the episodes of all and take all steps alike. None:
     this rank alone.
     """
     weight_version: int
@@ -193,15 +116,26 @@ class SteppedEngine(Protocol):
     def vocabulary(self) -> int:
         """Number of tokens of the model."""
 
-    def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
-        """Queue requests; return the number of the first, from which theirs count."""
+    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool = False) -> None:
+        """Queue unfinished episodes, which the engine does not change. Neighbours of one role and group share their
+        prompt.
+
+        An episode resumes from the tokens that it has; ``max_new_tokens`` counts them too. With the HF engine and
+        SGLang the noise of a token depends on the seed and the token's position alone, so it continues as it would
+        have in one go; with vLLM it continues with noise derived from the position where it resumes. The weights may
+        differ from those that drew its tokens.
+        """
 
     def step(self) -> list[Generated]:
         """Run one round; return what has ended in it, aborted responses before all others. Empty, without a round, if
-        every response waits for an answer, or there is none."""
+        every response waits for an answer, or there is none.
 
-    def resume(self, key: Key, token_ids: list[int], params: SamplingParams | None = None) -> None:
-        """Append the answer that a response waits for; ``params``: of all that it draws from now on.
+        A round that returns nothing has drawn a token, or calls :func:`~lightrft.utils.watchdog.tick` when it sees
+        that its library goes on: a scheduler does not wait for ever for an engine that does neither.
+        """
+
+    def resume(self, key: Key, segment: Segment, params: SamplingParams | None = None) -> None:
+        """Append the given tokens that a response waits for; ``params``: of all that it draws from now on.
 
         Raises:
             KeyError: the response does not wait.
@@ -211,6 +145,9 @@ class SteppedEngine(Protocol):
         """End responses. What they have drawn since their last report comes from the next :meth:`step`, as "abort"
         unless they had ended; of those that wait nothing comes, and finished ones are skipped."""
 
+    def reset(self) -> None:
+        """End all responses, of which nothing is reported, and free what only they need: after an error."""
+
 
 class RolloutEngine(SteppedEngine, Protocol):
     """An engine that lives in the training process.
@@ -219,28 +156,6 @@ class RolloutEngine(SteppedEngine, Protocol):
     (:mod:`lightrft.rollout.weight_sync.verify`) reads fingerprints of its weights, under names and in an order that the
     verification chooses.
     """
-
-    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
-        """Return responses in the order of ``requests`` and their seeds.
-
-        ``on_finished(i, completions)`` is called as soon as all responses of request ``i`` are done. Once it returns
-        True, no further token is drawn, and unfinished responses come back as they are ("abort"), perhaps empty. Ranks
-        that share the engine stop once each has had True or all its responses; until then it is called for further
-        requests. ``on_arrived`` gets every response as soon as it is done, those that end together in one call, before
-        ``on_finished`` reports its request.
-
-        ``next_turn`` connects tools and environments. It gets the responses that have just drawn a stop token, and
-        returns for each None (the response is finished) or a :class:`Continuation`, whose tokens are appended before
-        the response resumes as if they were a prefix. Instead of an answer it may return a :class:`PendingAnswer`: the
-        other responses go on until that is there. ``max_new_tokens`` counts appended tokens too: a continuation
-        after which no token could be drawn is dropped, and the response ends with "length". It does not get responses
-        that have reached ``max_new_tokens`` without a stop token. Ranks that share the engine all pass ``next_turn`` or
-        none does; each is asked for its own requests.
-
-        Raises:
-            UserError: ``next_turn`` appends a token that the model does not have.
-        """
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load full weights under their HF names; later responses come from them alone."""
@@ -274,17 +189,17 @@ class RolloutEngine(SteppedEngine, Protocol):
 class ShowsPositions(Protocol):
     """An engine that computes the positions of tokens itself."""
 
-    def positions(self, request: Request) -> Tensor | None:
-        """Return the positions [3, L] of the tokens of the prompt of ``request``; None: their index. Ranks that share
-        the engine all ask for the same request."""
+    def positions(self, prompt: Prompt) -> Tensor | None:
+        """Return the positions [3, L] of the tokens of a prompt; None: their index. Ranks that share the engine all ask
+        for the same prompt."""
 
 
 @runtime_checkable
 class ShowsMedia(Protocol):
     """An engine that has its own form of the tensors of media."""
 
-    def media_tensors(self, request: Request) -> dict[str, list[Tensor]]:
-        """Return the tensors of each medium of the prompt of ``request``, by the processor's names."""
+    def media_tensors(self, prompt: Prompt) -> dict[str, list[Tensor]]:
+        """Return the tensors of each medium of a prompt, by the processor's names."""
 
 
 @runtime_checkable

@@ -42,12 +42,11 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
 
 
 def members() -> set[str]:
-    """Return the names that every engine has: those of its protocols, but for ``generate``, which callers of requests
-    alone need."""
+    """Return the names that every engine has: those of its protocols."""
     from lightrft.rollout.engine import RolloutEngine, SteppedEngine
     names = (name for protocol in (SteppedEngine, RolloutEngine)
              for name in (*vars(protocol), *protocol.__annotations__))
-    return {name for name in names if not name.startswith("_")} - {"generate"}
+    return {name for name in names if not name.startswith("_")}
 
 
 def check_rope(cfg: RolloutConfig, config: Any) -> None:

@@ -4,19 +4,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightrft.models.vocabulary import check_ids
-from lightrft.rollout.engine import (Completion, FINISH_REASONS, Generated, Key, Request, SamplingParams, SteppedEngine)
-from lightrft.rollout.tp_group import all_of_group, share_requests, share_turns
-from lightrft.types import Episode, Prompt
-from lightrft.utils.watchdog import tick
+from lightrft.rollout.engine import FINISH_REASONS, Generated, SamplingParams, SteppedEngine
+from lightrft.rollout.tp_group import all_of_group, share_episodes, share_turns
+from lightrft.types import Episode, Key, Segment
+from lightrft.utils.watchdog import tick, ticks
 
+_IDLE_ROUNDS = 1000  # between two checks that rounds draw tokens
 _POLL_S = 1e-3  # between two looks at answers while all responses wait
 
+GroupKey = tuple[str, int]  # role and number of a prompt: the first two entries of a Key
 Turn = list[int] | None  # tokens that are given to a response before it resumes; None: it is finished
 
 
@@ -90,17 +91,17 @@ class Run:
 
     Attributes:
         left: unfinished responses of each group, of all ranks that share the engine.
-        groups: those of this rank.
+        groups: episodes of this rank.
         enough: this rank needs no further token.
     """
     scheduler: "Scheduler"
     params: SamplingParams
     next_turn: NextTurn | None
-    groups: dict[int, list[Episode]] = field(default_factory=dict)  # by the number of their request
-    left: Counter[int] = field(default_factory=Counter)
+    groups: dict[GroupKey, list[Episode]] = field(default_factory=dict)
+    left: Counter[GroupKey] = field(default_factory=Counter)
     enough: bool = False
     stopped: bool = False
-    _ended: list[tuple[int, Episode]] = field(default_factory=list)  # of all ranks, since the last call of step
+    _ended: list[tuple[GroupKey, Episode]] = field(default_factory=list)  # of all ranks, since the last call of step
     _news: bool = False  # groups were completed since ranks have last agreed to go on
 
     def __enter__(self) -> "Run":
@@ -123,23 +124,30 @@ class Run:
         if not self._ended:
             self.scheduler.step()
         ended, self._ended = self._ended, []
-        complete = [number for number in dict.fromkeys(number for number, _ in ended) if number not in self.left]
+        complete = [name for name in dict.fromkeys(name for name, _ in ended) if name not in self.left]
         self._news |= bool(complete)
-        return Round([episode for number, episode in ended if number in self.groups],
-                     [self.groups[number] for number in complete if number in self.groups])
+        return Round([episode for name, episode in ended if name in self.groups],
+                     [self.groups[name] for name in complete if name in self.groups])
 
-    def end(self, number: int, episode: Episode) -> None:
-        """Note that an episode of a group has ended."""
-        self.left[number] -= 1
-        if not self.left[number]:
-            del self.left[number]
-        self._ended.append((number, episode))
+    def begin(self, key: Key, episode: Episode, own: bool) -> None:
+        """Note that an episode, perhaps of this rank itself, is open."""
+        self.left[key[:2]] += 1
+        if own:
+            self.groups.setdefault(key[:2], []).append(episode)
+
+    def end(self, key: Key, episode: Episode) -> None:
+        """Note that an episode has ended."""
+        self.left[name := key[:2]] -= 1
+        if not self.left[name]:
+            del self.left[name]
+        self._ended.append((name, episode))
 
 
 class Flight(NamedTuple):
-    """An unfinished response. ``episode`` stands in for that of another rank if the group is not in ``run.groups``."""
+    """An unfinished response. ``own``: it is of this rank; else ``episode`` stands in for that of another one."""
     run: Run
     episode: Episode
+    own: bool
 
     @property
     def room(self) -> int:
@@ -158,7 +166,7 @@ class Scheduler:
     those of the others have.
 
     Attributes:
-        flights: unfinished responses.
+        flights: unfinished responses, by the key that the engine knows.
         waiting: those that wait for a turn; those of this rank with the turn.
     """
 
@@ -166,6 +174,8 @@ class Scheduler:
         self._engine = weakref.ref(engine)
         self.flights: dict[Key, Flight] = {}
         self.waiting: dict[Key, Turn | PendingTurn] = {}
+        self._idle = 0  # rounds since one has shown progress
+        self._aborting = False  # of episodes that nobody waits for
 
     @classmethod
     def of(cls, engine: SteppedEngine) -> "Scheduler":
@@ -183,67 +193,99 @@ class Scheduler:
 
     def submit(self, episodes: Iterable[Episode], params: SamplingParams, next_turn: NextTurn | None = None) -> Run:
         """Submit unfinished episodes; neighbours of one role and group share their prompt. A collective of the ranks
-        that share the engine."""
-        groups = _groups(episodes)
-        requests, mine = share_requests([_request(group) for group in groups], self.engine.group)
+        that share the engine.
+
+        Raises:
+            ValueError: an episode has the key of another unfinished one, or cannot be run.
+        """
+        episodes = list(episodes)
+        everyone, mine = share_episodes(episodes, self.engine.group)
         run = Run(self, params, next_turn)
-        if not requests:
+        if not everyone:
             return run
-        first = self.engine.submit(requests, params, waits=next_turn is not None)
-        for number, request in enumerate(requests, first):
-            own = number - first in mine
-            members = groups[number - first - mine.start] if own else _stand_ins(request)
-            run.groups |= {number: members} if own else {}
-            run.left[number] = len(members)
-            self.flights |= {(number, j): Flight(run, episode) for j, episode in enumerate(members)}
+        if self._aborting:  # what those have drawn must not come under the key of a new one
+            self.step()
+        keys = [episode.key for episode in everyone]
+        if twice := [key for key, count in Counter([*keys, *self.flights]).items() if count > 1]:
+            raise ValueError(f"two unfinished episodes have one key, {twice[0]}: give those of another caller a role "
+                             "of their own")
+        self.engine.submit(everyone, params, waits=next_turn is not None)
+        for number, key in enumerate(keys):
+            own = number in mine
+            self.flights[key] = flight = Flight(run, episodes[number - mine.start] if own else everyone[number], own)
+            run.begin(key, flight.episode, own)
         return run
 
     def step(self) -> None:
         """Run one round of the engine. Waits a moment if every response waits for its next turn. An error ends all
-        episodes of all callers."""
-        tick()
+        episodes of all callers.
+
+        Raises:
+            RuntimeError: the engine makes no progress.
+        """
         with ExitStack() as after_an_error:
             after_an_error.callback(self._lose_all)
+            before, self._aborting = ticks(), False
             parts = self.engine.step()
             if not parts and len(self.waiting) == len(self.flights):
                 time.sleep(_POLL_S)
+                tick()
+            self._idle = 0 if parts or ticks() != before else self._idle + 1
+            self._check_progress()
             ended, stopped = self._store(parts)
             self._go_on(ended | self._turns(stopped))
             after_an_error.pop_all()
 
+    def _check_progress(self) -> None:
+        """Refuse an engine that draws nothing. A round that shows no progress may have drawn a token, so there are not
+        more of them than tokens.
+
+        Raises:
+            RuntimeError: there are more.
+        """
+        if not self._idle or self._idle % _IDLE_ROUNDS:
+            return
+        drawing = [flight for key, flight in self.flights.items() if key not in self.waiting]
+        if self._idle > sum(flight.episode.num_tokens + flight.room for flight in drawing):
+            raise RuntimeError(
+                f"{type(self.engine).__name__} has ended none of {len(drawing)} responses in {self._idle} "
+                "rounds, which is more than their tokens: it draws none")
+
     def _store(self, parts: Iterable[Generated]) -> tuple[dict[Key, Turn], list[Key]]:
         """Append parts to their episodes; return those that have ended, without a next turn, and those that wait."""
         ended, stopped = dict[Key, Turn](), list[Key]()
-        for number, sample, part in parts:
-            if (flight := self.flights.get(key := (number, sample))) is not None:
+        for part in parts:
+            tick()
+            if (flight := self.flights.get(part.key)) is not None:
                 _check_part(part, flight)
-                flight.episode.add(part, self.engine.weight_version)
+                drawn = replace(part.segment, version=self.engine.weight_version)
+                flight.episode.add(drawn, part.finish_reason)
                 if part.finish_reason == "stop" and flight.run.next_turn is not None:
-                    stopped.append(key)
+                    stopped.append(part.key)
                 else:
-                    ended[key] = None
+                    ended[part.key] = None
         return ended, stopped
 
     def _lose_all(self) -> None:
         """Forget all episodes, which an error has ended."""
         for flight in self.flights.values():
             flight.run.left.clear()
-        keys, self.flights, self.waiting = [*self.flights], {}, {}
-        self.engine.abort(keys)
+        self.flights, self.waiting, self._idle = {}, {}, 0
+        self.engine.reset()
 
     def _turns(self, stopped: list[Key]) -> dict[Key, Turn]:
         """Ask for the next turns of responses that have drawn a stop token, each rank for its own; return the turns
         that are there, of all ranks."""
         self.waiting |= dict.fromkeys(stopped)
         for run in dict.fromkeys(self.flights[key].run for key in stopped):
-            own = [key for key in stopped if self.flights[key].run is run and key[0] in run.groups]
+            own = [key for key in stopped if self.flights[key].run is run and self.flights[key].own]
             if own and run.next_turn is not None:
                 turns = run.next_turn([self.flights[key].episode for key in own])
                 self.waiting |= zip(own, turns, strict=True)
         if not self.waiting:
             return {}
         own_turns = {key: _result(turn) for key, turn in self.waiting.items()
-                     if key[0] in self.flights[key].run.groups and _is_there(turn)}  # yapf: disable
+                     if self.flights[key].own and _is_there(turn)}  # yapf: disable
         ready = share_turns(own_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
         return ready
@@ -255,11 +297,11 @@ class Scheduler:
             self.engine.abort(waited)
         for key in ended:
             flight = self.flights.pop(key)
-            flight.run.end(key[0], flight.episode)
+            flight.run.end(key, flight.episode)
 
     def _resumes(self, key: Key, turn: Turn) -> bool:
         """Give a response its next turn; False if it ends."""
-        run, episode = flight = self.flights[key]
+        run, episode, _ = flight = self.flights[key]
         if turn is None:
             return False
         check_ids(f"the next turn of response {episode.index} to prompt {episode.group_id}", turn,
@@ -269,8 +311,20 @@ class Scheduler:
             return False
         episode.give(turn)
         if not run.stopped:
-            self.engine.resume(key, turn)
+            self._resume(key, turn)
         return not run.stopped
+
+    def _resume(self, key: Key, turn: list[int]) -> None:
+        """Give a turn to the engine.
+
+        Raises:
+            RuntimeError: the response does not wait for it.
+        """
+        try:
+            self.engine.resume(key, Segment.given(turn))
+        except KeyError as error:
+            raise RuntimeError(f"{type(self.engine).__name__} has no waiting response {tuple(key)}, which has a next "
+                               "turn: responses that are submitted with waits=True wait after a stop token") from error
 
     def stop(self, run: Run, wait: bool = True) -> None:
         """End the unfinished episodes of ``run``, of which nobody hears any more.
@@ -280,8 +334,11 @@ class Scheduler:
         """
         run.stopped = True
         keys = [key for key, flight in self.flights.items() if flight.run is run]
-        if keys:
+        if len(keys) == len(self.flights) and not wait:
+            self._lose_all()
+        elif keys:
             self.engine.abort(keys)
+            self._aborting = not wait
         while wait and run.left:
             self.step()
         for key in keys:
@@ -289,37 +346,17 @@ class Scheduler:
             self.waiting.pop(key, None)
 
 
-def _check_part(part: Completion, flight: Flight) -> None:
+def _check_part(part: Generated, flight: Flight) -> None:
     """Refuse a part that no engine may return.
 
     Raises:
         RuntimeError: an unknown reason, more tokens than the response may have, or not one log-prob per token.
     """
-    drawn, room = len(part.token_ids), flight.room
-    if part.finish_reason not in FINISH_REASONS or drawn > room or drawn != len(part.logprobs):
-        raise RuntimeError(f"the engine returned {drawn} tokens with {len(part.logprobs)} log-probs and the reason "
+    drawn, logprobs, room = len(part.segment.token_ids), len(part.segment.logprobs), flight.room
+    if part.finish_reason not in FINISH_REASONS or drawn > room or drawn != logprobs:
+        raise RuntimeError(f"the engine returned {drawn} tokens with {logprobs} log-probs and the reason "
                            f"{part.finish_reason!r} for a response that may have {room} further tokens; reasons are "
                            f"{', '.join(FINISH_REASONS)}")
-
-
-def _groups(episodes: Iterable[Episode]) -> list[list[Episode]]:
-    """Return the neighbours of one role and group, which share their prompt."""
-    return [[*group] for _, group in groupby(episodes, lambda episode: episode.key[:2])]
-
-
-def _request(group: list[Episode]) -> Request:
-    """Request the rest of the episodes of a group."""
-    begun = [episode.response_ids for episode in group]
-    return Request.of(group[0].prompt, [episode.seed for episode in group], begun if any(begun) else [])
-
-
-def _stand_ins(request: Request) -> list[Episode]:
-    """Return what this rank knows of the episodes of another one: how many tokens they have."""
-    prefixes = request.prefixes or [[]] * len(request.seeds)
-    episodes = [Episode(Prompt("", [], ""), 0, j) for j in range(len(request.seeds))]
-    for episode, prefix in zip(episodes, prefixes, strict=True):
-        episode.give(prefix)
-    return episodes
 
 
 def _is_there(turn: Turn | PendingTurn) -> bool:

@@ -1,5 +1,5 @@
-"""Ranks that run one engine together: prompts of all ranks are gathered, and each rank keeps its own responses."""
-from collections.abc import Iterable, Iterator
+"""Ranks that run one engine together: episodes of all ranks are gathered, and each rank keeps its own responses."""
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain, islice
 from typing import TypeVar
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import Completion, Ended, FINISH_REASONS, Key, Request
+from lightrft.rollout.engine import FINISH_REASONS, Generated, prompt_groups
+from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.env import World
 
 T = TypeVar("T")
@@ -42,26 +43,51 @@ def _gather(records: Iterable[Record], group: dist.ProcessGroup) -> list[list[Re
     return [_decode(row[:int(length)].tolist()) for row, length in zip(rows, lengths)]
 
 
-def share_requests(requests: list[Request], group: dist.ProcessGroup | None) -> tuple[list[Request], range]:
-    """Gather the requests of all ranks of ``group``, rank by rank; return them and the range of this rank's. A
-    collective; without a group there is nothing to share. Of media the keys are sent."""
+def share_episodes(episodes: Sequence[Episode],
+                   group: dist.ProcessGroup | None) -> tuple[Sequence[Episode], range]:  # yapf: disable
+    """Gather the unfinished episodes of all ranks of ``group``, rank by rank, as far as an engine reads them; return
+    them and the range of this rank's. Their roles begin with the rank, so that no two have one key. A collective;
+    without a group there is nothing to share. Of media the keys are sent.
+    """
     if group is None:
-        return requests, range(len(requests))
-    parts = _gather(([one.token_ids, one.seeds, one.unexpanded, list(",".join(one.media).encode()), *one.prefixes]
-                     for one in requests), group)  # yapf: disable
-    start = sum(len(part) for part in parts[:dist.get_rank(group)])
-    everyone = [Request(token_ids, seeds, tuple(bytes(keys).decode().split(",")) if keys else (), prefixes, unexpanded)
-                for part in parts for token_ids, seeds, unexpanded, keys, *prefixes in part]  # yapf: disable
-    return everyone, range(start, start + len(requests))
+        return episodes, range(len(episodes))
+    records = _gather((_record(members) for members in prompt_groups(episodes)), group)
+    ranks = [[episode for record in part for episode in _episodes(rank, record)] for rank, part in enumerate(records)]
+    start = sum(map(len, ranks[:dist.get_rank(group)]))
+    return [*chain.from_iterable(ranks)], range(start, start + len(episodes))
+
+
+def _record(members: list[Episode]) -> Record:
+    """Encode the episodes of a group."""
+    first, prompt = members[0], members[0].prompt
+    return [[first.group_id], [*first.role.encode()], prompt.token_ids, prompt.unexpanded_ids,
+            [*",".join(prompt.media).encode()], [episode.index for episode in members],
+            [episode.seed for episode in members], *(episode.response_ids for episode in members)]  # yapf: disable
+
+
+def _episodes(rank: int, record: Record) -> list[Episode]:
+    """Decode the episodes of a group of ``rank``."""
+    (group_id, ), role, token_ids, unexpanded, media, indices, seeds, *begun = record
+    keys = tuple(bytes(media).decode().split(",")) if media else ()
+    prompt, role_of_rank = Prompt("", token_ids, "", media=keys, unexpanded_ids=unexpanded), f"{rank}/{_text(role)}"
+    episodes = [Episode(prompt, group_id, index, role=role_of_rank, seed=seed) for index, seed in zip(indices, seeds)]
+    for episode, response_ids in zip(episodes, begun, strict=True):
+        episode.give(response_ids)
+    return episodes
+
+
+def _text(numbers: Iterable[float]) -> str:
+    return bytes(map(int, numbers)).decode()
 
 
 def share_turns(turns: dict[Key, list[int] | None], group: dist.ProcessGroup | None) -> dict[Key, list[int] | None]:
     """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective."""
     if group is None:
         return turns
-    parts = _gather(([list(key), *([] if token_ids is None else [token_ids])] for key, token_ids in turns.items()),
-                    group)  # yapf: disable
-    return {(i, j): appended[0] if appended else None for (i, j), *appended in chain.from_iterable(parts)}
+    records = _gather(([[*key.role.encode()], [key.group, key.index], *([] if token_ids is None else [token_ids])]
+                       for key, token_ids in turns.items()), group)  # yapf: disable
+    return {Key(_text(role), *numbers): given[0] if given else None
+            for role, numbers, *given in chain.from_iterable(records)}  # yapf: disable
 
 
 def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
@@ -103,18 +129,22 @@ def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
     return box[0]
 
 
-def completions_of_first(ended: Ended, group: dist.ProcessGroup | None) -> Ended:
+def parts_of_first(parts: list[Generated], group: dist.ProcessGroup | None) -> list[Generated]:
     """Broadcast the parts of responses that the first rank of ``group`` has drawn to all of them. A collective."""
     if group is None:
-        return ended
+        return parts
     numbers: list[float] = []
-    for i, j, one in ended:
-        numbers += [i, j, FINISH_REASONS.index(one.finish_reason), len(one.token_ids), *one.token_ids, *one.logprobs]
+    for key, segment, reason in parts:
+        numbers += [len(role := key.role.encode()), *role, key.group, key.index, FINISH_REASONS.index(reason),
+                    len(segment.token_ids), *segment.token_ids, *segment.logprobs]  # yapf: disable
     rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
-    return [(int(i), int(next(rest)), _completion(rest)) for i in rest]
+    return [_part(int(length), rest) for length in rest]
 
 
-def _completion(numbers: Iterator[float]) -> Completion:
-    reason, length = int(next(numbers)), int(next(numbers))
+def _part(role_length: int, numbers: Iterator[float]) -> Generated:
+    """Read one part, behind the length of its role."""
+    role = _text(islice(numbers, role_length))
+    group_id, index, reason, length = (int(number) for number in islice(numbers, 4))
     token_ids = [int(number) for number in islice(numbers, length)]
-    return Completion(token_ids, list(islice(numbers, length)), FINISH_REASONS[reason])
+    return Generated(Key(role, group_id, index), Segment(token_ids, list(islice(numbers, length))),
+                     FINISH_REASONS[reason])

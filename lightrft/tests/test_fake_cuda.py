@@ -10,10 +10,11 @@ from lightrft.config.presets import RECIPES
 from lightrft.config.schema import StrategyConfig
 from lightrft.models import attention
 from lightrft.ops.segment import segment_sum
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import runs, tiny
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.fake_cuda import CudaTensor, DeviceMismatch, fake_cuda, GRAPH, KERNEL, SYNC
 from lightrft.tests.support.fake_cuda.ledger import EMPTIED, marginal
 from lightrft.trainer import ppo_update
@@ -213,8 +214,8 @@ def decode(tokens):
         model = tiny.model()
         model.set_attn_implementation("packed")
         engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20)
-        prompts = [Request([5, 6, 7], [1, 2]), Request([8, 9], [3, 4])]
-        found = engine.generate(prompts, SamplingParams(max_new_tokens=tokens))
+        prompts = [Group([5, 6, 7], [1, 2]), Group([8, 9], [3, 4])]
+        found = generate(engine, prompts, SamplingParams(max_new_tokens=tokens))
     assert [len(each.token_ids) for part in found for each in part] == [tokens] * 4
     return ledger
 

@@ -12,7 +12,7 @@ import torch
 from lightrft.config.engines import HF_GRAPHS
 from lightrft.models.lora import add_lora
 from lightrft.rollout.scheduler import Scheduler
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf import continuous_batching, kv_cache
 from lightrft.rollout.hf.decode_graph import Shapes, StepGraphs
 from lightrft.rollout.hf.engine import HFEngine
@@ -20,6 +20,7 @@ from lightrft.rollout.hf.kv_cache import Decode
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.sampling import sample
 from lightrft.tests.support import naive_decode, runs, tiny
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.fake_cuda import fake_cuda, GRAPH, KERNEL, runtime, SYNC
 from lightrft.tests.support.fake_cuda.ledger import EMPTIED
 from lightrft.tests.support.fake_cuda.tensor import CudaTensor, current
@@ -45,7 +46,7 @@ def launches(layers, fuses, lora, dtype, family="qwen2", one_kernel=False):
                 add_lora(model, 2, 4, 0.0, ["all-linear"])
             engine = HFEngine(model.to("cuda"), eos_token_ids=[], kv_bytes=1 << 20, one_kernel=one_kernel)
             engine._graphs.enabled, engine.fuses = False, fuses
-            engine.generate([Request([5, 6, 7], [1, 2])], SamplingParams(max_new_tokens=tokens))
+            generate(engine, [Group([5, 6, 7], [1, 2])], SamplingParams(max_new_tokens=tokens))
         totals.append(ledger.total(KERNEL))
     return (totals[1] - totals[0]) / 8
 
@@ -78,8 +79,8 @@ def test_graphs_draw_the_tokens_of_the_cpu(monkeypatch):
         model = tiny.model(initializer_range=0.5).to(device)
         model.set_attn_implementation("packed")
         engine = HFEngine(model, range(40, 52), kv_bytes=20_000)
-        asked = [Request([5 + i, 6, 7], [i, 100 + i]) for i in range(6)]
-        found = engine.generate(asked, SamplingParams(max_new_tokens=24))
+        asked = [Group([5 + i, 6, 7], [i, 100 + i]) for i in range(6)]
+        found = generate(engine, asked, SamplingParams(max_new_tokens=24))
         logprobs.append([x for part in found for each in part for x in each.logprobs])
         return [each.token_ids for part in found for each in part]
 
@@ -173,7 +174,7 @@ def test_an_error_of_a_capture_costs_the_graphs_alone(error, again, monkeypatch,
             if wakes:
                 engine.sleep()
                 engine.wake()
-            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
+            generate(engine, [Group([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
             graphs.append(ledger.total(GRAPH))
         assert graphs[:2] == [0, 0] and (graphs[2] > 0) == again and not runtime.CAPTURING
     told = capsys.readouterr().err
@@ -257,14 +258,14 @@ def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
                             (begin(*args), monkeypatch.setattr(engine._graphs, "free", lambda: freed.append(True))
                              ))  # those of a new workspace were freed before
         with pytest.raises(ZeroDivisionError):
-            engine.generate([Request([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
+            generate(engine, [Group([5, 6, 7], [1])], SamplingParams(max_new_tokens=8))
         assert freed == [True] and engine._space is None
 
 
 def generated(engine, rollout, new=24):
     """Tokens of the responses to prompts that differ between rollouts."""
-    asked = [Request([5 + i + rollout] * (3 + rollout), [i, 100 + i]) for i in range(6)]
-    return [each.token_ids for part in engine.generate(asked, SamplingParams(max_new_tokens=new)) for each in part]
+    asked = [Group([5 + i + rollout] * (3 + rollout), [i, 100 + i]) for i in range(6)]
+    return [each.token_ids for part in generate(engine, asked, SamplingParams(max_new_tokens=new)) for each in part]
 
 
 def rollouts(device, sleeps, kv_bytes=1 << 18):

@@ -11,13 +11,14 @@ from lightrft.models import attention
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PackedLayout
 from lightrft.ops.logprobs import chunked_logprobs
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.host_buffers import pinned
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support import naive_decode, tiny, tiny_task
+from lightrft.tests.support.episodes import Group, generate
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -134,15 +135,15 @@ def used():
 
 def check_sleep(engine, strategy, prepared, weights):
     """Asleep the device has the weights' bytes more; awake and synced, the same seed gives the same response."""
-    request, params = [Request([5, 6, 7], [0, 1])], SamplingParams(8)
+    request, params = [Group([5, 6, 7], [0, 1])], SamplingParams(8)
     sync_weights(strategy, prepared, engine, 1)
-    before, awake = engine.generate(request, params), used()
+    before, awake = generate(engine, request, params), used()
     engine.sleep()
     asleep = used()
     assert awake - asleep >= weights, (awake, asleep, weights)
     engine.wake()
     sync_weights(strategy, prepared, engine, 2)
-    after = engine.generate(request, params)
+    after = generate(engine, request, params)
     assert [c.token_ids for group in before for c in group] == [c.token_ids for group in after for c in group]
 
 
@@ -177,8 +178,8 @@ def test_graphs_draw_the_tokens_of_eager_steps():
         model.set_attn_implementation("packed")
         engine = HFEngine(model, range(40, 52), kv_bytes=100_000)
         engine._graphs.enabled = graphs
-        found = engine.generate([Request([5 + i, 6, 7], [i, 100 + i]) for i in range(6)],
-                                SamplingParams(max_new_tokens=100))
+        found = generate(engine, [Group([5 + i, 6, 7], [i, 100 + i]) for i in range(6)],
+                         SamplingParams(max_new_tokens=100))
         assert engine._graphs.enabled == graphs, "the step could not be captured"
         return [each.token_ids for part in found for each in part]
 

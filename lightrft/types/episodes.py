@@ -3,7 +3,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightrft.types.prompts import Prompt
 from lightrft.utils.score import Score
@@ -21,6 +21,15 @@ class Segment:
     drawn: bool = True
     version: int = -1  # of given tokens
 
+    @classmethod
+    def given(cls, token_ids: list[int]) -> "Segment":
+        """Make a segment of tokens that the policy did not draw."""
+        return cls(token_ids, [0.0] * len(token_ids), False)
+
+    def followed_by(self, more: "Segment") -> "Segment":
+        """Return one segment of these tokens and ``more`` of the same source."""
+        return replace(more, token_ids=self.token_ids + more.token_ids, logprobs=self.logprobs + more.logprobs)
+
 
 class Key(NamedTuple):
     """Name of an episode: its role ("sample", "greedy", "evaluation", "canary", "judge", "chat" ...), the number of its
@@ -28,13 +37,6 @@ class Key(NamedTuple):
     role: str
     group: int
     index: int  # type: ignore[assignment]  # tuple has a method of that name
-
-
-class GeneratedTokens(Protocol):
-    """Tokens that an engine drew in one part of a response, and how the part ended."""
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
 
 
 @dataclass
@@ -63,10 +65,10 @@ class Episode:
     seed: int = 0
 
     @classmethod
-    def of(cls, prompt: Prompt, group_id: int, index: int, done: GeneratedTokens, version: int) -> "Episode":
-        """Make an episode of what the weights of ``version`` generated."""
+    def of(cls, prompt: Prompt, group_id: int, index: int, drawn: Segment, finish_reason: str) -> "Episode":
+        """Make an episode of drawn tokens."""
         episode = cls(prompt, group_id, index)
-        episode.add(done, version)
+        episode.add(drawn, finish_reason)
         return episode
 
     @classmethod
@@ -102,25 +104,22 @@ class Episode:
         """Name of the episode among all of an engine."""
         return Key(self.role, self.group_id, self.index)
 
-    def add(self, more: GeneratedTokens, version: int) -> None:
-        """Append tokens that the weights of ``version`` drew."""
-        if more.token_ids:
-            self._append(Segment(more.token_ids, more.logprobs, True, version))
-        self.finish_reason = more.finish_reason
+    def add(self, drawn: Segment, finish_reason: str) -> None:
+        """Append tokens that the policy drew."""
+        self._append(drawn)
+        self.finish_reason = finish_reason
 
     def give(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not draw, after which the response goes on."""
-        if token_ids:
-            self._append(Segment(token_ids, [0.0] * len(token_ids), False))
+        self._append(Segment.given(token_ids))
         self.finish_reason = "abort"
 
     def _append(self, new: Segment) -> None:
         """Append a segment; one of the same source becomes longer."""
         last = self.segments[-1] if self.segments else None
         if last is not None and (last.drawn, last.version) == (new.drawn, new.version):
-            self.segments[-1] = replace(new, token_ids=last.token_ids + new.token_ids,
-                                        logprobs=last.logprobs + new.logprobs)  # yapf: disable
-        else:
+            self.segments[-1] = last.followed_by(new)
+        elif new.token_ids:
             self.segments.append(new)
 
     @property

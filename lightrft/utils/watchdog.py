@@ -64,6 +64,11 @@ def tick() -> None:
     _Progress.ticks += 1
 
 
+def ticks() -> int:
+    """Return the number of calls of :func:`tick` so far."""
+    return _Progress.ticks
+
+
 def connect_store(world: World) -> Store | None:
     """Open a separate connection to the store at MASTER_ADDR:MASTER_PORT (a blocked collective does not block it).
 

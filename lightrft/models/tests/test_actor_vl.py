@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
                                                     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-
 from lightrft.config.schema import ModelConfig
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_store import MediaStore
@@ -21,10 +20,11 @@ from lightrft.models.loader import load_actor
 from lightrft.models.lora import hf_name
 from lightrft.models.shared_prompts import forward_row
 from lightrft.models.towers import part_of, rope_of_grids
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.fused_layers import FusedCalls
 from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.media_rig import decoded, MediaRig
 from lightrft.types import MediaTensors
 from lightrft.utils.errors import UserError
@@ -198,11 +198,11 @@ def test_the_engine_generates_what_the_trainer_scores(rig):
     engine = HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality)
     engine.fuses = True  # as on a GPU; the outer model computes between the calls of its modules: none are fused
     requests = [
-        Request(prompt, [10 * i + j for j in range(3)], keys)
+        Group(prompt, [10 * i + j for j in range(3)], keys)
         for i, (prompt, keys) in enumerate(zip(rig.prompts, rig.keys))
     ]
     params = SamplingParams(12)
-    found = engine.generate(requests, params)
+    found = generate(engine, requests, params)
     assert not isinstance(engine._probed[1], FusedCalls)
     samples = [(request.token_ids, done.token_ids, request.media) for request, some in zip(requests, found)
                for done in some]
@@ -211,14 +211,14 @@ def test_the_engine_generates_what_the_trainer_scores(rig):
     drawn = torch.tensor([value for some in found for done in some for value in done.logprobs])
     assert (scored - drawn).abs().max() < EXACT
     begun = [
-        Request(request.token_ids, request.seeds, request.media, [done.token_ids[:5] for done in some])
+        Group(request.token_ids, request.seeds, request.media, [done.token_ids[:5] for done in some])
         for request, some in zip(requests, found)
     ]
-    resumed = engine.generate(begun, params)
+    resumed = generate(engine, begun, params)
     assert [[done.token_ids[5:] for done in some] for some in found] == [[done.token_ids for done in some]
                                                                          for some in resumed]
     room = 256 * rig.hf.config.get_text_config().num_hidden_layers * (max(map(len, rig.prompts)) + 24)  # bytes
-    one_by_one = HFEngine(rig.hf, [], room, modality=rig.actor.modality).generate(requests, params)
+    one_by_one = generate(HFEngine(rig.hf, [], room, modality=rig.actor.modality), requests, params)
     assert [[done.token_ids for done in some] for some in one_by_one] == [[done.token_ids for done in some]
                                                                           for some in found]
 
@@ -243,8 +243,8 @@ def test_media_are_refused_where_nothing_can_read_them(rig, tmp_path):
     modality = copy.copy(rig.actor.modality)
     modality.media = None
     with pytest.raises(ValueError, match="takes text only"):
-        HFEngine(rig.hf, [], 1 << 24, modality=modality).generate([Request(rig.prompts[0], [0], rig.keys[0])],
-                                                                  SamplingParams(2))
+        generate(HFEngine(rig.hf, [], 1 << 24, modality=modality), [Group(rig.prompts[0], [0], rig.keys[0])],
+                 SamplingParams(2))
     exp = rig.pack(rig.samples()[:1])
     with pytest.raises(UserError, match="no source of media"):
         modality.inputs(exp, rig.hf)
@@ -311,8 +311,8 @@ def test_the_hf_engine_refuses_layers_with_wider_heads(tmp_path):
     with torch.no_grad():
         assert (rig.logprobs(samples) - rig.plain(samples)).abs().max() < EXACT
     with pytest.raises(UserError, match="equal key shapes in every layer"):
-        HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality).generate([Request(rig.prompts[0], [0], rig.keys[0])],
-                                                                            SamplingParams(2))
+        generate(HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality), [Group(rig.prompts[0], [0], rig.keys[0])],
+                 SamplingParams(2))
 
 
 def test_other_families_are_refused_by_name():

@@ -6,10 +6,11 @@ from lightrft.config.schema import DataConfig, ModelConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.media_features import FeatureCache
 from lightrft.models.towers import Features, Tower
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.trainer.model_media import connect_media, feature_cache
 from lightrft.utils.errors import UserError
@@ -85,10 +86,10 @@ def test_without_room_all_are_computed_again_and_the_oldest_go(rig, passes):
 
 def test_the_hf_engine_reads_them_too(rig, passes):
     actor = actor_of(rig, 64)
-    requests = [Request(prompt, [3], media=keys) for prompt, keys in zip(rig.prompts, rig.keys)]
-    expected = HFEngine(rig.hf, [], 1 << 22, modality=rig.actor.modality).generate(requests, SamplingParams(6))
+    requests = [Group(prompt, [3], media=keys) for prompt, keys in zip(rig.prompts, rig.keys)]
+    expected = generate(HFEngine(rig.hf, [], 1 << 22, modality=rig.actor.modality), requests, SamplingParams(6))
     passes.clear()
-    found = HFEngine(actor.hf_model, [], 1 << 22, modality=actor.modality).generate(requests, SamplingParams(6))
+    found = generate(HFEngine(actor.hf_model, [], 1 << 22, modality=actor.modality), requests, SamplingParams(6))
     assert [one.token_ids for some in found for one in some] == [one.token_ids for some in expected for one in some]
     unique = {key for keys in rig.keys for key in keys}
     assert passes == [1] * len(unique)

@@ -13,10 +13,11 @@ from lightrft.models import loader, rope
 from lightrft.models.loader import load_actor
 from lightrft.rewards.generative import GradingJudge
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.engines import check_rope
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.tests.support import field, naive_model
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
@@ -122,8 +123,8 @@ def test_the_engine_draws_from_the_fixed_frequencies(path, longest):
     """Also of responses that cross the limit; the trainer with the same length has the same log-probs."""
     model, ids = load_actor(ModelConfig(pretrain=str(path))).eval(), experience().token_ids
     engine = HFEngine(model.hf_model, {1}, 1 << 24, longest=longest)
-    requests = [Request(ids[:n].tolist(), [n]) for n in (10, longest - 15)]
-    done = [one for group in engine.generate(requests, SamplingParams(15)) for one in group]
+    requests = [Group(ids[:n].tolist(), [n]) for n in (10, longest - 15)]
+    done = [one for group in generate(engine, requests, SamplingParams(15)) for one in group]
     assert not any(each.fixed for each in rope.ropes(model.hf_model)), "the trainer of other data has its own lengths"
     exp = Experience.pack([request.token_ids + one.token_ids for request, one in zip(requests, done)],
                           prompt_lens=[len(request.token_ids) for request in requests])

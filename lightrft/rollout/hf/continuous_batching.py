@@ -19,16 +19,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.rollout.engine import Generated, Key, SamplingParams
+from lightrft.rollout.engine import Generated, SamplingParams
 from lightrft.rollout.hf.decode_graph import Shape, Shapes, StepGraphs
 from lightrft.rollout.hf.kv_cache import Extend, Prefill, sizes
 from lightrft.rollout.hf.module_calls import Forward
-from lightrft.rollout.hf.open_responses import OpenPrompt, OpenResponse, ResponseQueue
+from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.slots import ALIVE, Slots
 from lightrft.rollout.hf.workspace import Workspace
+from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
 from lightrft.rollout.sampling import penalised, sample, uniforms
-from lightrft.types import Experience
+from lightrft.types import Experience, Key
 from lightrft.utils.tensors import upload
+from lightrft.utils.watchdog import tick
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
 _SLACK = 8  # refill or compact once a share of 1 / _SLACK of the rows is free
@@ -137,9 +139,9 @@ class Generation:
     def _prefill(self, prompts: list[OpenPrompt], slots: list[int]) -> Tensor:
         """Run each prompt once, into its prompt slot; return last-token logits [prompts, V]."""
         self.slots.seat(prompts, slots)
-        inputs = self._inputs(prompts, [prompt.request.token_ids for prompt in prompts])
+        inputs = self._inputs(prompts, [prompt.token_ids for prompt in prompts])
         view = Prefill(self.cache, inputs.pop("packing"), np.array(slots))
-        if any(prompt.request.media for prompt in prompts):
+        if any(prompt.prompt.media for prompt in prompts):
             last = inputs["position_ids"].flatten(0, -2)[-3:, view.last].amax(0)  # of four rows the first is the index
             for prompt, position in zip(prompts, last.tolist()):
                 prompt.shift = position + 1 - prompt.length
@@ -148,7 +150,7 @@ class Generation:
     def _inputs(self, prompts: list[OpenPrompt], sequences: list[list[int]]) -> dict[str, Any]:
         """Pack sequences that begin with ``prompts`` for one forward pass."""
         exp = Experience.pack(sequences, prompt_lens=[prompt.length for prompt in prompts],
-                              media=[prompt.request.media for prompt in prompts])
+                              media=[prompt.prompt.media for prompt in prompts])
         return self.modality.inputs(exp.to(self.cache.device), self.model)
 
     def _start(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[Generated]:
@@ -172,7 +174,7 @@ class Generation:
     # -- answers ------------------------------------------------------------------------------------------------------
     def _continue(self) -> list[Generated]:
         """Draw the next token of answered responses, which still have their slots."""
-        responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.key), []
+        responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.order), []
         lengths, logits = np.array([len(response.all_ids) for response in responses]), []
         for group in _passes(lengths):
             logits.append(self._extend([responses[i] for i in group]))
@@ -195,6 +197,7 @@ class Generation:
     # -- drawing ------------------------------------------------------------------------------------------------------
     def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[Generated]:
         """Draw the next token of responses from ``logits`` [k, V]; from now on their slots are live."""
+        tick()
         parts = _by_params([response.next_params for response in responses])
         if len(parts) > 1:
             return [one for _, rows in parts for one in self._draw([responses[i] for i in rows], slots[rows],
@@ -230,6 +233,7 @@ class Generation:
 
     def _step(self) -> list[Generated]:
         """Draw the next token of every row."""
+        tick()
         slots, moved = self.slots, self.slots.moved
         if moved:
             self._read()

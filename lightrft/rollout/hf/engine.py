@@ -2,7 +2,7 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -21,19 +21,19 @@ from lightrft.models.cpu_linear import packed_weights, use_onednn
 from lightrft.models.rope import adapt, fixed_length, ropes
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
-from lightrft.rollout.completions import complete
-from lightrft.rollout.engine import (Arrived, Completion, Finished, Generated, Key, NextTurn, Request, SamplingParams,
-                                     check_requests, stop_ids)
+from lightrft.rollout.engine import Generated, SamplingParams, check_episodes, stop_ids
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
 from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
 from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
-from lightrft.rollout.hf.open_responses import OpenResponse, ResponseQueue
+from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.workspace import covering, Sizes, Workspace
+from lightrft.rollout.open_responses import OpenResponse
 from lightrft.rollout.weight_sync.sync import checked
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.sharding import is_whole
+from lightrft.types import Episode, Key, Segment
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
@@ -110,47 +110,42 @@ class HFEngine:
         self._probed: tuple[KVSpec, Forward] | None = None
         self._space: Workspace | None = None
         self._graphs = StepGraphs(self._device)
-        self._queue, self._aborted, self._submitted = ResponseQueue(), list[Generated](), 0
+        self._queue, self._aborted = ResponseQueue(), list[Generated]()
         self._generation: Generation | None = None  # of the open responses, while its session lasts
         self._session, self._unplanned, self._length = contextlib.ExitStack(), False, 0
         self.fuses = self._device.type == "cuda"  # decode steps take fused layers; on CPUs launches cost little
 
-    def generate(self, requests: list[Request], params: SamplingParams, on_finished: Finished | None = None,
-                 on_arrived: Arrived | None = None, next_turn: NextTurn | None = None) -> list[list[Completion]]:
-        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.generate`.
+    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool = False) -> None:
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`.
 
         Raises:
             RuntimeError: while asleep, or before the first weights of an engine that owns its model.
-            ValueError: for a request that cannot be run, or a cache budget that does not hold one sequence.
+            ValueError: for an episode that cannot be run.
         """
-        self._check(requests, params)
-        with self._empty_after_an_error():
-            return complete(self, requests, params, on_finished, on_arrived, next_turn)
-
-    def submit(self, requests: list[Request], params: SamplingParams, waits: bool = False) -> int:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`; errors as of :meth:`generate`."""
-        self._check(requests, params)
-        first, self._submitted = self._submitted, self._submitted + len(requests)
-        self._queue.submit(requests, params, waits, first)
+        self._check_ready()
+        check_episodes(episodes, params, "HF", self.vocabulary, takes_media=self.modality.media is not None)
+        self._queue.submit(episodes, params, waits)
         self._unplanned = True
-        return first
 
     @torch.no_grad()
     def step(self) -> list[Generated]:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.step`."""
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.step`.
+
+        Raises:
+            ValueError: for a cache budget that does not hold one sequence.
+        """
         if self._aborted or not self._queue.open:
             aborted, self._aborted = self._aborted, []
             return aborted
         self._check_ready()
-        with self._empty_after_an_error():
-            ended = self._running().step()
+        ended = self._running().step()
         if not self._queue.open:
             self._pause()
         return ended
 
-    def resume(self, key: Key, token_ids: list[int], params: SamplingParams | None = None) -> None:
+    def resume(self, key: Key, segment: Segment, params: SamplingParams | None = None) -> None:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.resume`."""
-        self._queue.resume(key, token_ids, params)
+        self._queue.resume(key, segment, params)
         self._unplanned |= params is not None
 
     def abort(self, keys: Iterable[Key]) -> None:
@@ -159,15 +154,17 @@ class HFEngine:
         if not self._queue.open:
             self._pause()
 
+    def reset(self) -> None:
+        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.reset`; the cache is freed."""
+        self._queue, self._aborted, self._generation = ResponseQueue(), [], None
+        self._session.close()
+        self._release()
+
     def _check_ready(self) -> None:
         if self._asleep:
             raise RuntimeError("the HF engine is asleep: call wake() before generate()")
         if not self._ready:
             raise RuntimeError("the HF engine has no weights yet: call update_weights() before generate()")
-
-    def _check(self, requests: list[Request], params: SamplingParams) -> None:
-        self._check_ready()
-        check_requests(requests, params, "HF", self.vocabulary, takes_media=self.modality.media is not None)
 
     # -- the running generation ---------------------------------------------------------------------------------------
     def _running(self) -> Generation:
@@ -200,19 +197,6 @@ class HFEngine:
             self._session = stack.pop_all()
         self._generation = Generation(self.model, self.modality, decode_pass, space, params, self._stop_mask,
                                       self._graphs, self._queue)
-
-    @contextlib.contextmanager
-    def _empty_after_an_error(self) -> Iterator[None]:
-        """Context in which an error ends all responses and frees the memory, which is for what follows."""
-        with contextlib.ExitStack() as after_an_error:
-            after_an_error.callback(self._empty)
-            yield
-            after_an_error.pop_all()
-
-    def _empty(self) -> None:
-        self._queue, self._aborted, self._generation = ResponseQueue(), [], None
-        self._session.close()
-        self._release()
 
     def _pause(self) -> None:
         """Take all slots away, and let the model train; the next step fills the slots again."""

@@ -3,8 +3,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.rollout.hf.open_responses import OpenPrompt, OpenResponse
 from lightrft.rollout.hf.workspace import Workspace
+from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
+from lightrft.types import Segment
 from lightrft.utils.tensors import upload
 
 ALIVE = 3  # index of a slot's state that says whether it draws
@@ -99,13 +100,13 @@ class Slots:
         """Fetch what ``slots`` have drawn; return their responses, in the order of submission."""
         if not len(slots):
             return []
-        responses = sorted(self.of(slots), key=lambda response: response.key)
+        responses = sorted(self.of(slots), key=lambda response: response.order)
         slots = np.array([response.slot for response in responses])
         ends, index = self.count[slots], self.upload(slots)
         columns = (x[index, :int(ends.max())].tolist() for x in (self.space.tokens, self.space.logprobs))
         for response, end, tokens, logprobs in zip(responses, ends.tolist(), *columns):
             begun = len(response.token_ids)
-            response.draw(tokens[begun:end], logprobs[begun:end])
+            response.draw(Segment(tokens[begun:end], logprobs[begun:end]))
         return responses
 
     # -- order --------------------------------------------------------------------------------------------------------

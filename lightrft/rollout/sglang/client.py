@@ -40,7 +40,7 @@ class SGLangNative:
         self.thread = ThreadPoolExecutor(1, "sglang", _block_signals)
         self.engine: Any = None
         self.cleanup, (self.last_words, scheduler_end) = ExitStack(), multiprocessing.Pipe(duplex=False)
-        self._words = ""
+        self._words, self._heard = "", 0.0  # when tokens came last
         self._on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
         before = set(multiprocessing.active_children())
         try:
@@ -75,10 +75,10 @@ class SGLangNative:
         return self.thread.submit(lambda: self.engine.loop.run_until_complete(self._watched(work()))).result()
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
-        task, heard = asyncio.ensure_future(work), 0.0
+        task = asyncio.ensure_future(work)
         while not task.done():
-            if (newest := self.manager.last_receive_tstamp) != heard:  # tokens of responses that have not ended
-                heard = newest
+            if (newest := self.manager.last_receive_tstamp) != self._heard:  # tokens of responses that have not ended
+                self._heard = newest
                 tick()
             for process in self.processes:
                 if not process.is_alive():

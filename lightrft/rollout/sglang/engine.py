@@ -10,9 +10,9 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.rounding import has_experts
 from lightrft.rollout.sglang import weights as sglang_weights
-from lightrft.rollout.engine import Ended
+from lightrft.rollout.engine import Generated
 from lightrft.rollout.partwise import PartwiseEngine
-from lightrft.rollout.tp_group import completions_of_first, group_of, object_of_first, tensor_of_first
+from lightrft.rollout.tp_group import parts_of_first, group_of, object_of_first, tensor_of_first
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.media import refuse_families, SGLangMedia
@@ -99,8 +99,8 @@ class SGLangEngine(PartwiseEngine):
         held = self._held()
         return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
 
-    def _shared(self, parts: Ended) -> Ended:
-        return completions_of_first(parts, self.group)
+    def _shared(self, parts: list[Generated]) -> list[Generated]:
+        return parts_of_first(parts, self.group)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load full weights under their HF names and drop every cached prefix; while it has weights, only those that

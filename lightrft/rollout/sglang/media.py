@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrft.models.actor_language import ActorLanguage
-from lightrft.rollout.engine import refuse_media, Request
-from lightrft.types import MediaSource
+from lightrft.rollout.engine import refuse_media
+from lightrft.types import MediaSource, Prompt
 
 _COMPARED = ("glm4v", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _LEVELS = 3  # layers of Qwen3-VL with experts to which SGLang adds features
@@ -84,19 +84,19 @@ class SGLangMedia:
         self.modality, self.hf, self.source = actor.modality, actor.hf_model, source
         self.marks = {kind: tokenizer.convert_ids_to_tokens(token) for kind, token in actor.modality.tokens.items()}
 
-    def of(self, request: Request, begun: list[int]) -> Any:
+    def of(self, prompt: Prompt, begun: list[int]) -> Any:
         """Return SGLang's inputs for a prompt with media, after which a response begins with the tokens ``begun``."""
         from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput as Inputs
-        items = [item for kind in self.modality.kinds for item in self._items(request, kind)]
-        ids = request.token_ids + begun
+        items = [item for kind in self.modality.kinds for item in self._items(prompt, kind)]
+        ids = prompt.token_ids + begun
         return Inputs(mm_items=items, input_ids=ids, padded_input_ids=Inputs.build_padded_input_ids(ids, items),
-                      **self._positions(request, len(begun)))
+                      **self._positions(prompt, len(begun)))
 
-    def _items(self, request: Request, kind: str) -> Iterator[Any]:
+    def _items(self, prompt: Prompt, kind: str) -> Iterator[Any]:
         """Yield SGLang's items of the media of ``kind``, in the order of the prompt."""
         from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
-        places = iter(self.modality.prompt_places(request.token_ids, kind))
-        for key in (key for key in request.media if key.startswith(f"{kind}:")):
+        places = iter(self.modality.prompt_places(prompt.token_ids, kind))
+        for key in (key for key in prompt.media if key.startswith(f"{kind}:")):
             medium = self.source.tensors(key)
             feature, *others = self.modality.tower_inputs(medium).items()
             here = islice(places, medium.text.count(self.marks[kind]))
@@ -105,9 +105,9 @@ class SGLangMedia:
             item.set_identity(sha256(key.encode()).digest())
             yield item
 
-    def _positions(self, request: Request, begun: int) -> dict[str, Tensor]:
+    def _positions(self, prompt: Prompt, begun: int) -> dict[str, Tensor]:
         """Positions of M-RoPE; nothing where a token's index is its position."""
-        positions = self.modality.prompt_positions(self.hf, request.token_ids, request.media)
+        positions = self.modality.prompt_positions(self.hf, prompt.token_ids, prompt.media)
         if positions is None:
             return {}
         after = int(positions.max()) + 1

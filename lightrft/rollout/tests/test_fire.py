@@ -7,8 +7,9 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.sampling import uniforms
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, naive_model, requests
 from lightrft.tests.support import tiny
+from lightrft.tests.support.episodes import generate
 from lightrft.trainer.samples import decode
-from lightrft.types import Episode, Prompt
+from lightrft.types import Episode, Prompt, Segment
 
 FIRST, REST = 8.0, 0.7
 
@@ -16,7 +17,7 @@ FIRST, REST = 8.0, 0.7
 def generated(stop=STOPS, kv_bytes=1 << 24, **params):
     params = {"temperature": REST, "first_temperature": FIRST, **params}
     asked = requests()
-    found = engine(kv_bytes=kv_bytes).generate(asked, SamplingParams(NEW, stop_token_ids=stop, **params))
+    found = generate(engine(kv_bytes=kv_bytes), asked, SamplingParams(NEW, stop_token_ids=stop, **params))
     return [(request.token_ids, seed, done) for request, group in zip(asked, found)
             for seed, done in zip(request.seeds, group)]  # yapf: disable
 
@@ -58,8 +59,8 @@ def test_a_response_may_end_with_its_first_token():
         assert done.finish_reason == "stop" and done.token_ids[0] % 2 == 0 and len(done.logprobs) == 1
         assert done.logprobs == pytest.approx(naive_logprobs("qwen2", prompt, done.token_ids, FIRST).tolist(), abs=1e-4)
     prompt, done = short[0]
-    done.token_ids = [end]
-    sample, = decode(tiny.tokenizer(), [Episode.of(Prompt("u", prompt, ""), 0, 0, done, 0)])
+    episode = Episode.of(Prompt("u", prompt, ""), 0, 0, Segment([end], done.logprobs), "stop")
+    sample, = decode(tiny.tokenizer(), [episode])
     assert sample.text == "" and sample.loss_mask == [False] * len(prompt) + [True]
 
 

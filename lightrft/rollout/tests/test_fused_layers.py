@@ -9,6 +9,7 @@ from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
 from lightrft.rollout.tests.test_hf_engine import engine, model, naive_model, NEW, requests, same, STOPS
 from lightrft.tests.support import tiny
+from lightrft.tests.support.episodes import generate
 from lightrft.types import Experience
 
 PARAMS = SamplingParams(NEW, stop_token_ids=STOPS)
@@ -23,9 +24,9 @@ def fused(made):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 def test_tokens_are_those_of_generate_and_of_plain_layers(family):
     eos, made = tiny.tokenizer().eos_token_id, fused(engine(family))
-    assert same(made.generate(requests(), PARAMS), engine(family).generate(requests(), PARAMS))
+    assert same(generate(made, requests(), PARAMS), generate(engine(family), requests(), PARAMS))
     assert isinstance(made._probed[1], FusedCalls)
-    greedy = made.generate(requests(samples=1), SamplingParams(NEW, temperature=0.0, stop_token_ids=STOPS))
+    greedy = generate(made, requests(samples=1), SamplingParams(NEW, temperature=0.0, stop_token_ids=STOPS))
     for request, (c, ) in zip(requests(), greedy):
         out = naive_model(family).generate(torch.tensor([request.token_ids]), do_sample=False, max_new_tokens=NEW,
                                            eos_token_id=[eos, *STOPS], pad_token_id=0)
@@ -35,7 +36,7 @@ def test_tokens_are_those_of_generate_and_of_plain_layers(family):
 def test_other_layers_and_copies_without_room_stay_as_they_are():
     for family in ("gemma2", "gemma3"):
         made = fused(engine(family))
-        made.generate(requests()[:1], SamplingParams(2))
+        generate(made, requests()[:1], SamplingParams(2))
         assert not isinstance(made._probed[1], FusedCalls)
     calls, device = engine()._probe()[1], torch.device("cpu")
     size = find_fused(calls, device, 1 << 30).nbytes
@@ -64,8 +65,8 @@ def test_lora_is_merged_into_copies_of_every_rollout():
             if ".lora_B." in name:
                 torch.nn.init.normal_(weight, std=scale)
         before = {name: weight.clone() for name, weight in peft.named_parameters()}
-        rollouts.append(made.generate(requests(), PARAMS))
-        assert same(rollouts[-1], plain.generate(requests(), PARAMS)) and isinstance(made._probed[1], FusedCalls)
+        rollouts.append(generate(made, requests(), PARAMS))
+        assert same(rollouts[-1], generate(plain, requests(), PARAMS)) and isinstance(made._probed[1], FusedCalls)
         assert all(torch.equal(before[name], weight) for name, weight in peft.named_parameters())
     assert not same(*rollouts)
     held = made._probed[1].layers[0].weights
@@ -84,7 +85,7 @@ def gap_to_the_trainer(fuses):
             torch.nn.init.normal_(weight, std=0.003)  # deltas of a hundredth of the weights
     made = HFEngine(hf, [], 1 << 26)
     made.fuses = fuses
-    groups = made.generate(requests(samples=2), SamplingParams(NEW))
+    groups = generate(made, requests(samples=2), SamplingParams(NEW))
     assert isinstance(made._probed[1], FusedCalls) == fuses
     rows = [(request.token_ids, c) for request, group in zip(requests(), groups) for c in group]
     exp = Experience.pack([prompt + c.token_ids for prompt, c in rows],
@@ -105,10 +106,10 @@ def test_a_copy_of_the_weights_is_joined_again_after_every_update():
     for seed in (3, 4):
         source = tiny.model("llama", seed=seed, attn_implementation="packed")
         own.update_weights(source.named_parameters(), seed)
-        assert same(own.generate(requests(), PARAMS), HFEngine(source, {3}, 1 << 24).generate(requests(), PARAMS))
+        assert same(generate(own, requests(), PARAMS), generate(HFEngine(source, {3}, 1 << 24), requests(), PARAMS))
 
 
 def test_the_model_itself_is_not_changed():
     names = [name for name, _ in model().named_parameters()]
-    fused(engine()).generate(requests()[:1], SamplingParams(2))
+    generate(fused(engine()), requests()[:1], SamplingParams(2))
     assert [name for name, _ in model().named_parameters()] == names

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import KVPlan, LayerProbe
 from lightrft.rollout.hf.module_calls import find_decode_pass, ModuleCalls, whole_pass
 from lightrft.tests.support import tiny
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.utils.env import total_memory
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3"]
@@ -38,7 +39,7 @@ def prompts(count=7):
 
 
 def requests(samples=3):
-    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts())]
+    return [Group(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts())]
 
 
 @functools.lru_cache(maxsize=None)
@@ -71,7 +72,7 @@ def same(left, right):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_logprobs_equal_a_hugging_face_forward(family, temperature):
     params = SamplingParams(NEW, temperature, stop_token_ids=STOPS)
-    for request, completions in zip(requests(), engine(family).generate(requests(), params)):
+    for request, completions in zip(requests(), generate(engine(family), requests(), params)):
         for c in completions:
             naive = naive_logprobs(family, request.token_ids, c.token_ids, temperature).tolist()
             assert close(c.logprobs, naive), f"{family}: {c.logprobs} instead of {naive}"
@@ -80,7 +81,8 @@ def test_logprobs_equal_a_hugging_face_forward(family, temperature):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(family):
     eos = tiny.tokenizer().eos_token_id
-    responses = engine(family).generate(requests(samples=1), SamplingParams(NEW, temperature=0.0, stop_token_ids=STOPS))
+    params = SamplingParams(NEW, temperature=0.0, stop_token_ids=STOPS)
+    responses = generate(engine(family), requests(samples=1), params)
     for request, (c, ) in zip(requests(), responses):
         out = naive_model(family).generate(torch.tensor([request.token_ids]), do_sample=False, max_new_tokens=NEW,
                                            eos_token_id=[eos, *STOPS], pad_token_id=0)
@@ -91,8 +93,8 @@ def test_greedy_equals_generate(family):
 def test_a_repetition_penalty_is_that_of_generate(kv_bytes):
     """Of the tokens of prompt and response; also where slots are filled again and rows move."""
     params = SamplingParams(NEW, temperature=0.0, repetition_penalty=3.0)
-    responses = engine(kv_bytes=kv_bytes).generate(requests(), params)
-    assert not same(responses, engine(kv_bytes=kv_bytes).generate(requests(), SamplingParams(NEW, temperature=0.0)))
+    responses = generate(engine(kv_bytes=kv_bytes), requests(), params)
+    assert not same(responses, generate(engine(kv_bytes=kv_bytes), requests(), SamplingParams(NEW, temperature=0.0)))
     for request, group in zip(requests(), responses):
         prompt = torch.tensor([request.token_ids])
         out = naive_model("qwen2").generate(prompt, do_sample=False, max_new_tokens=NEW, repetition_penalty=3.0,
@@ -102,7 +104,7 @@ def test_a_repetition_penalty_is_that_of_generate(kv_bytes):
 
 @functools.lru_cache(maxsize=None)
 def reference():
-    return engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
+    return generate(engine(), requests(), SamplingParams(NEW, stop_token_ids=STOPS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,9 +116,9 @@ def test_decode_steps_call_the_layers_alone(family):
     second._probed = spec, whole_pass(second.model, second.modality)
     first._probe()
     hook = model(family).get_decoder().register_forward_hook(lambda *call: passes.append(1))
-    found = first.generate(requests(), params)
+    found = generate(first, requests(), params)
     alone = len(passes)
-    assert found == second.generate(requests(), params), "a bit is different"
+    assert found == generate(second, requests(), params), "a bit is different"
     hook.remove()
     whole = len(passes) - alone
     assert alone == (whole if family == "gemma2" else 1) and whole > 5, (alone, whole)
@@ -179,7 +181,7 @@ def test_results_do_not_depend_on_the_budget(tokens, prompt_slots, slots):
     """Few slots: groups are split, their prompt is shared later, slots are refilled and moved."""
     assert (max(map(len, prompts())), NEW) == (20, 20)
     small = engine(kv_bytes=tokens * 2 * 2 * 2 * 8 * 4)  # layers x (key, value) x heads x dim x float32
-    assert same(small.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
+    assert same(generate(small, requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
     assert small._cache.plan == KVPlan(prompt_slots, 20, slots, 19), "the budget was not used as given"
     held = sum(store.data.nbytes for store in (small._cache.prompts, small._cache.rows))
     assert held <= small.kv_bytes, "more than the budget"
@@ -187,11 +189,11 @@ def test_results_do_not_depend_on_the_budget(tokens, prompt_slots, slots):
 
 def test_results_do_not_depend_on_order_or_company():
     params, expected = SamplingParams(NEW, stop_token_ids=STOPS), reference()
-    backwards = engine().generate(requests()[::-1], params)
+    backwards = generate(engine(), requests()[::-1], params)
     assert same(backwards[::-1], expected), "another order, another response"
-    ranks = [engine().generate(requests()[r::2], params) for r in range(2)]
+    ranks = [generate(engine(), requests()[r::2], params) for r in range(2)]
     assert same(ranks[0], expected[0::2]) and same(ranks[1], expected[1::2]), "two ranks, another response"
-    alone = engine().generate([Request(requests()[4].token_ids, requests()[4].seeds[1:2])], params)
+    alone = generate(engine(), [Group(requests()[4].token_ids, requests()[4].seeds[1:2])], params)
     assert same(alone, [expected[4][1:2]]), "alone, another response"
 
 
@@ -206,22 +208,22 @@ def test_each_prompt_is_prefilled_once(monkeypatch):
             super().__init__(cache, layout, prompt_slots)
 
     monkeypatch.setattr(continuous, "Prefill", Counting)
-    engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2).generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
+    generate(engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2), requests(), SamplingParams(NEW, stop_token_ids=STOPS))
     assert sorted(seen) == sorted(map(len, prompts())), "a prompt was computed more than once"
 
 
 def test_seeds_reproduce_and_matter():
     params = SamplingParams(NEW)
-    again = engine().generate(requests(), params)
-    assert same(engine().generate(requests(), params), again), "equal seeds, another response"
-    other = [Request(r.token_ids, [s + 7 for s in r.seeds]) for r in requests()]
-    assert not same(engine().generate(other, params), again), "other seeds, the same responses"
+    again = generate(engine(), requests(), params)
+    assert same(generate(engine(), requests(), params), again), "equal seeds, another response"
+    other = [Group(r.token_ids, [s + 7 for s in r.seeds]) for r in requests()]
+    assert not same(generate(engine(), other, params), again), "other seeds, the same responses"
 
 
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    engine().generate(requests(), SamplingParams(4))
+    generate(engine(), requests(), SamplingParams(4))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -233,26 +235,26 @@ def test_stop_and_length():
         assert c.finish_reason == ("stop" if c.token_ids[-1] in stops else "length")
         assert c.finish_reason == "stop" or len(c.token_ids) == NEW, "a response was cut short"
         assert len(c.logprobs) == len(c.token_ids)
-    free = engine().generate(requests(), SamplingParams(NEW))
+    free = generate(engine(), requests(), SamplingParams(NEW))
     assert max(len(c.token_ids) for g in free for c in g) == NEW
     assert not same(free, reference()), "stop ids change nothing"
     first = reference()[0][0].token_ids[0]
-    eos = HFEngine(model(), {first}, 1 << 24).generate(requests()[:1], params)[0][0]
+    eos = generate(HFEngine(model(), {first}, 1 << 24), requests()[:1], params)[0][0]
     assert eos.token_ids == [first] and eos.finish_reason == "stop", "eos_token_ids do not end a response"
-    assert all(len(c.token_ids) == 1 for g in engine().generate(requests(), SamplingParams(1)) for c in g)
+    assert all(len(c.token_ids) == 1 for g in generate(engine(), requests(), SamplingParams(1)) for c in g)
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5},
-                                    {"repetition_penalty": 5.0}])
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}, {"repetition_penalty": 5.0}])
 def test_every_sampling_option_changes_the_responses(change):
-    assert not same(engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS, **change)), reference())
+    assert not same(generate(engine(), requests(), SamplingParams(NEW, stop_token_ids=STOPS, **change)), reference())
 
 
 @pytest.mark.parametrize("kv_bytes", [1 << 24, 20000])
 def test_callback_comes_once_per_request_as_soon_as_it_is_done(kv_bytes):
     params, calls = SamplingParams(NEW, stop_token_ids=STOPS), []
-    asked = [*requests(), Request([9], [])]
-    responses = engine(kv_bytes=kv_bytes).generate(asked, params, lambda i, completions: calls.append((i, completions)))
+    asked = [*requests(), Group([9], [])]
+    responses = generate(engine(kv_bytes=kv_bytes), asked, params, lambda i, done: calls.append((i, done)))
     assert sorted(i for i, _ in calls) == list(range(len(asked))), "not once per request"
     assert all(responses[i] is completions for i, completions in calls), "the callback got something else"
     assert responses[-1] == []
@@ -263,32 +265,32 @@ def test_callback_comes_once_per_request_as_soon_as_it_is_done(kv_bytes):
 
 @pytest.mark.parametrize("kv_bytes", [1 << 24, 20000])
 def test_responses_are_reported_as_soon_as_they_end(kv_bytes):
-    asked = [*requests(), Request([9], [])]
+    asked = [*requests(), Group([9], [])]
     reports_responses_as_they_end(engine(kv_bytes=kv_bytes), asked, SamplingParams(NEW, stop_token_ids=STOPS))
 
 
 def test_budget_error_names_the_numbers():
     with pytest.raises(ValueError, match=r"23 prompt \+ 400 new tokens needs 0\.1 MiB.*0\.0 MiB.*--engine_kv_mib"):
-        engine(kv_bytes=3000).generate([Request([5] * 23, [1])], SamplingParams(400))
+        generate(engine(kv_bytes=3000), [Group([5] * 23, [1])], SamplingParams(400))
 
 
 def test_the_default_budget_is_a_share_of_the_whole_memory_and_so_the_same_in_every_run():
     automatic = engine(kv_bytes=0)
-    assert same(automatic.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
+    assert same(generate(automatic, requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
     assert automatic.kv_bytes == total_memory(torch.device("cpu")) // 4
 
 
 @pytest.mark.parametrize("request_, message", [
-    (Request([], [1]), "request 0 has an empty prompt"),
-    (Request([5], [1], ("cat.png", )), "text only"),
-    (Request([5, 1000], [1]), "request 0 has token 1000, and the model has embeddings of 260 tokens"),
-    (Request([5, -1], [1]), "request 0 has token -1, "),
-    (Request([5], [1], prefixes=[[1000]]), "request 0 has token 1000, "),
+    (Group([], [1]), "prompt 0 is empty"),
+    (Group([5], [1], ("cat.png", )), "text only"),
+    (Group([5, 1000], [1]), "prompt 0 has token 1000, and the model has embeddings of 260 tokens"),
+    (Group([5, -1], [1]), "prompt 0 has token -1, "),
+    (Group([5], [1], prefixes=[[1000]]), "prompt 0 has token 1000, "),
 ])
 def test_bad_requests(request_, message):
     with pytest.raises(ValueError, match=message):
-        engine().generate([request_], SamplingParams(4))
-    assert engine().generate([], SamplingParams(4)) == []
+        generate(engine(), [request_], SamplingParams(4))
+    assert generate(engine(), [], SamplingParams(4)) == []
 
 
 def test_a_model_without_packed_attention_is_refused():
@@ -298,13 +300,13 @@ def test_a_model_without_packed_attention_is_refused():
 
 def test_asleep_there_is_no_cache_and_no_generation():
     napping = engine()
-    napping.generate(requests(), SamplingParams(2))
+    generate(napping, requests(), SamplingParams(2))
     napping.sleep()
     assert napping._cache is None, "sleep keeps the cache"
     with pytest.raises(RuntimeError, match="asleep"):
-        napping.generate(requests(), SamplingParams(2))
+        generate(napping, requests(), SamplingParams(2))
     napping.wake()
-    assert same(napping.generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
+    assert same(generate(napping, requests(), SamplingParams(NEW, stop_token_ids=STOPS)), reference())
 
 
 def test_training_modes_and_gradients_survive():
@@ -312,7 +314,7 @@ def test_training_modes_and_gradients_survive():
     hf.train()
     hf.model.layers[0].eval()
     before = {name: module.training for name, module in hf.named_modules()}
-    responses = engine().generate(requests(), SamplingParams(NEW, stop_token_ids=STOPS))
+    responses = generate(engine(), requests(), SamplingParams(NEW, stop_token_ids=STOPS))
     assert {name: module.training for name, module in hf.named_modules()} == before, "modes were not restored"
     hf.eval()
     assert same(responses, reference()) and torch.is_grad_enabled()
@@ -324,7 +326,7 @@ def test_own_copy_needs_exactly_the_weights_of_the_model():
     weights = dict(source.named_parameters())
     own = HFEngine(tiny.model("llama", seed=9, attn_implementation="packed"), {3}, 1 << 24, owns_model=True)
     with pytest.raises(RuntimeError, match="no weights yet"):
-        own.generate(requests(), SamplingParams(2))
+        generate(own, requests(), SamplingParams(2))
     with pytest.raises(ValueError, match="'model.surprise' is not one of the model"):
         own.update_weights([*weights.items(), ("model.surprise", torch.zeros(1))], 1)
     with pytest.raises(ValueError, match="1 weights did not arrive, the first is 'lm_head.weight'"):
@@ -332,13 +334,13 @@ def test_own_copy_needs_exactly_the_weights_of_the_model():
     with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \[3\]"):
         own.update_weights({**weights, "model.norm.weight": torch.zeros(3)}.items(), 1)
     with pytest.raises(RuntimeError, match="no weights yet"):
-        own.generate(requests(), SamplingParams(2))
+        generate(own, requests(), SamplingParams(2))
     assert own.weight_version == 0
     own.update_weights(iter(weights.items()), 4)
     assert own.weight_version == 4
     shared = tiny.model("llama", seed=3, attn_implementation="packed")
     params = SamplingParams(NEW, stop_token_ids=STOPS)
-    assert same(own.generate(requests(), params), HFEngine(shared, {3}, 1 << 24).generate(requests(), params))
+    assert same(generate(own, requests(), params), generate(HFEngine(shared, {3}, 1 << 24), requests(), params))
 
 
 def test_tied_weights_come_once_and_are_cast():
@@ -346,7 +348,7 @@ def test_tied_weights_come_once_and_are_cast():
     own = HFEngine(tiny.model("qwen2", seed=9, attn_implementation="packed").bfloat16(), {3}, 1 << 24, owns_model=True)
     own.update_weights(source.named_parameters(), 1)
     assert torch.equal(own.model.lm_head.weight, source.lm_head.weight.bfloat16())
-    assert own.generate(requests(), SamplingParams(3))[0][0].logprobs
+    assert generate(own, requests(), SamplingParams(3))[0][0].logprobs
 
 
 def test_a_copy_of_the_weights_is_freed_in_sleep_and_filled_by_the_next_update():
@@ -358,7 +360,7 @@ def test_a_copy_of_the_weights_is_freed_in_sleep_and_filled_by_the_next_update()
     found = []
     for version in range(2):
         own.update_weights(source.named_parameters(), version)
-        found.append(own.generate(requests(), params))
+        found.append(generate(own, requests(), params))
         own.sleep()
         own.sleep()
         assert not any(weight.untyped_storage().nbytes() for weight in own.model.parameters()), "weights were kept"
@@ -366,7 +368,7 @@ def test_a_copy_of_the_weights_is_freed_in_sleep_and_filled_by_the_next_update()
         own.wake()
         assert [weight.shape for weight in own.model.parameters()] == shapes
         with pytest.raises(RuntimeError, match="no weights yet"):
-            own.generate(requests(), params)
+            generate(own, requests(), params)
     assert same(*found) and own.model.lm_head.weight is own.model.model.embed_tokens.weight
 
 
@@ -380,4 +382,4 @@ def test_shutdown_ends_it():
     gone = engine()
     gone.shutdown()
     with pytest.raises(RuntimeError):
-        gone.generate(requests(), SamplingParams(2))
+        generate(gone, requests(), SamplingParams(2))

@@ -2,10 +2,11 @@
 import pytest
 import torch
 
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.tests.test_hf_engine import NEW, STOPS, engine, naive_logprobs, requests
 from lightrft.tests.support import tiny
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.utils.errors import UserError
 
 TINY = 116 * 2 * 2 * 2 * 8 * 4  # two slots: prompts wait, and their samples start at different times
@@ -30,15 +31,15 @@ def rest(asked, whole, cut):
     found, cuts = [], []
     for i, (request, group) in enumerate(zip(asked, whole)):
         begun = [(j, cut(i, j)) for j, done in enumerate(group) if cut(i, j) < len(done.token_ids)]
-        found.append(Request(request.token_ids, [request.seeds[j] for j, _ in begun], (),
-                             [group[j].token_ids[:k] for j, k in begun]))  # yapf: disable
+        found.append(Group(request.token_ids, [request.seeds[j] for j, _ in begun], (),
+                           [group[j].token_ids[:k] for j, k in begun]))  # yapf: disable
         cuts.append(begun)
     return found, cuts
 
 
 def check(asked, whole, cut, family="qwen2", kv_bytes=1 << 24, **params):
     continued, cuts = rest(asked, whole, cut)
-    parts = engine(family, kv_bytes).generate(continued, sampling(**params))
+    parts = generate(engine(family, kv_bytes), continued, sampling(**params))
     for group, begun, expected in zip(parts, cuts, whole, strict=True):
         for part, (j, k) in zip(group, begun, strict=True):
             assert part.finish_reason != "abort"
@@ -48,7 +49,7 @@ def check(asked, whole, cut, family="qwen2", kv_bytes=1 << 24, **params):
 @pytest.mark.parametrize("stride,params", [(1, {}), (3, HOT), (3, {"temperature": 0.0}), (3, {"stop_token_ids": ()}),
                                            (3, {"top_k": 5, "min_p": 0.1})])  # yapf: disable
 def test_every_cut_point(stride, params):
-    whole = engine().generate(requests(), sampling(**params))
+    whole = generate(engine(), requests(), sampling(**params))
     for position in range(0, NEW, stride):
         check(requests(), whole, lambda i, j: position, **params)
 
@@ -56,14 +57,14 @@ def test_every_cut_point(stride, params):
 @pytest.mark.parametrize("family,kv_bytes", [("mistral", 1 << 24), ("gemma2", 1 << 24), ("mistral", TINY)])
 def test_cuts_of_every_sample_elsewhere(family, kv_bytes):
     """Begun and new samples of one prompt together; a window of 8 tokens begins inside the prefix."""
-    whole = engine(family).generate(requests(), sampling(**HOT))
+    whole = generate(engine(family), requests(), sampling(**HOT))
     for shift in (0, 11):
         check(requests(), whole, lambda i, j: (7 * i + 5 * j + shift) % NEW * (j != 1), family, kv_bytes, **HOT)
 
 
 def test_long_prefixes_take_several_passes(monkeypatch):
     monkeypatch.setattr("lightrft.rollout.hf.continuous_batching._PREFILL_TOKENS", 40)
-    whole = engine().generate(requests(), sampling(stop_token_ids=()))
+    whole = generate(engine(), requests(), sampling(stop_token_ids=()))
     check(requests(), whole, lambda i, j: 12, stop_token_ids=())
 
 
@@ -71,8 +72,8 @@ def test_long_prefixes_take_several_passes(monkeypatch):
 @pytest.mark.parametrize("enough", [1, 4])
 def test_abort_loses_no_token(enough, kv_bytes):
     """Ended after ``enough`` requests and continued: together they are the responses of one go."""
-    whole, calls = engine().generate(requests(), sampling(**MANY)), []
-    parts = engine(kv_bytes=kv_bytes).generate(requests(), sampling(**MANY), lambda i, done: calls.append(
+    whole, calls = generate(engine(), requests(), sampling(**MANY)), []
+    parts = generate(engine(kv_bytes=kv_bytes), requests(), sampling(**MANY), lambda i, done: calls.append(
         (i, done)) or len(calls) >= enough)
     done = {i for i, _ in calls}
     assert enough <= len(done) == len(calls) < len(whole) and all(parts[i] is group for i, group in calls)
@@ -92,17 +93,17 @@ def test_no_token_is_drawn_after_enough(monkeypatch):
     from lightrft.rollout.hf.continuous_batching import sample
     monkeypatch.setattr(record, lambda *args: drawn.append(len(args[0])) or sample(*args))
     ends = []
-    engine(kv_bytes=TINY).generate(requests(), sampling(), lambda i, done: ends.append(len(drawn)) or True)
+    generate(engine(kv_bytes=TINY), requests(), sampling(), lambda i, done: ends.append(len(drawn)) or True)
     assert ends == [len(drawn)]
 
 
 def test_logprobs_are_those_of_the_weights_that_go_on():
     """A prefix by other weights: what follows is sampled, and scored, by the weights of now."""
-    begun = engine("qwen2").generate(requests(), sampling(stop_token_ids=()))
+    begun = generate(engine("qwen2"), requests(), sampling(stop_token_ids=()))
     hf = tiny.model("qwen2", seed=7, initializer_range=0.12)
     hf.set_attn_implementation("packed")
     continued, _ = rest(requests(), begun, lambda i, j: 4 + 2 * j)
-    parts = HFEngine(hf, set(), 1 << 24).generate(continued, SamplingParams(NEW))
+    parts = generate(HFEngine(hf, set(), 1 << 24), continued, SamplingParams(NEW))
     hf.set_attn_implementation("eager")
     for request, group in zip(continued, parts):
         for prefix, part in zip(request.prefixes, group):
@@ -115,5 +116,5 @@ def test_logprobs_are_those_of_the_weights_that_go_on():
 
 
 def test_a_prefix_without_room_is_refused():
-    with pytest.raises(UserError, match="request 0 resumes from 4 tokens, but a response may have 4.*generate_max_len"):
-        engine().generate([Request([5], [1], (), [[7] * 4])], SamplingParams(4))
+    with pytest.raises(UserError, match="response to prompt 0 resumes from 4 tokens, but may have 4.*generate_max_len"):
+        generate(engine(), [Group([5], [1], (), [[7] * 4])], SamplingParams(4))

@@ -1,9 +1,12 @@
 """What the library of an engine that draws parts may do, and no test can time: with a stand-in for the library."""
 import pytest
 
-from lightrft.rollout import Completion, Request, SamplingParams
+from lightrft.rollout import Generated, SamplingParams
 from lightrft.rollout.partwise import PartwiseEngine
+from lightrft.tests.support.episodes import Group, episodes_of
+from lightrft.types import Key, Segment
 
+FIRST = Key("sample", 0, 0)
 STOP, PARAMS = 9, SamplingParams(4, stop_token_ids=(9, ))
 
 
@@ -16,20 +19,21 @@ class Library:
     def round(self, begun, waiting):
         self.drawing |= {response.key: response for response in begun}
         if self.empty:
-            return [(*key, Completion([], [], "abort")) for key in self.drawing]
+            return [Generated(key, Segment([], []), "abort") for key in self.drawing]
         ended = [(key, one) for key, one in self.drawing.items() if one.seed < 2]
         for key, _ in ended:
             del self.drawing[key]
-        return [(*key, self.part(one, "stop" if one.seed else "length")) for key, one in ended]
+        return [self.part(one, "stop" if one.seed else "length") for _, one in ended]
 
     @staticmethod
     def part(response, reason):
         count = {"stop": 1, "length": 1 if response.begins_hot else response.room, "abort": 1}[reason]
-        return Completion([STOP if reason == "stop" else response.seed] * count, [-1.0] * count, reason)
+        drawn = Segment([STOP if reason == "stop" else response.seed] * count, [-1.0] * count)
+        return Generated(response.key, drawn, reason)
 
     def cancel(self, keys=None):
-        cancelled = [(key, self.drawing.pop(key)) for key in list(self.drawing if keys is None else keys)]
-        return [(*key, self.part(one, self.ends.get(one.seed, "abort"))) for key, one in cancelled]
+        cancelled = [self.drawing.pop(key) for key in list(self.drawing if keys is None else keys)]
+        return [self.part(one, self.ends.get(one.seed, "abort")) for one in cancelled]
 
 
 class Engine(PartwiseEngine):
@@ -46,12 +50,12 @@ class Engine(PartwiseEngine):
 
 def submitted(*seeds, params=PARAMS, waits=True):
     engine = Engine()
-    engine.submit([Request([5], list(seeds))], params, waits)
+    engine.submit(episodes_of([Group([5], list(seeds))]), params, waits)
     return engine
 
 
 def parts(generated):
-    return [(j, part.token_ids, part.finish_reason) for _, j, part in generated]
+    return [(part.key.index, part.segment.token_ids, part.finish_reason) for part in generated]
 
 
 @pytest.mark.parametrize("reason,tokens", [("stop", [STOP]), ("length", [2] * 4), ("abort", [2])])
@@ -61,9 +65,9 @@ def test_an_abort_that_comes_after_the_end(reason, tokens):
     engine = submitted(2)
     assert engine.step() == []
     engine.drawer.ends[2] = reason
-    engine.abort([(0, 0)] * 2)
+    engine.abort([FIRST] * 2)
     with pytest.raises(KeyError):
-        engine.resume((0, 0), [])
+        engine.resume(FIRST, Segment.given([]))
     assert parts(engine.step()) == [(0, tokens, reason)]
     assert engine.step() == [] and not engine._open
 
@@ -78,7 +82,7 @@ def test_a_pause_that_comes_after_the_end(reason, tokens):
     assert not engine.drawer.drawing
     assert parts(engine.step()) == ([] if tokens is None else [(0, tokens, reason)])
     assert [len(one.token_ids) for one in engine.drawer.drawing.values()] == [1] * (tokens is None)
-    assert list(engine._parked) == [(0, 0)] * (reason == "stop")
+    assert list(engine._parked) == [FIRST] * (reason == "stop")
 
 
 def test_a_hot_first_token_is_reported_with_the_rest():
@@ -88,11 +92,11 @@ def test_a_hot_first_token_is_reported_with_the_rest():
 
 def test_what_was_never_begun_is_aborted_too():
     engine = submitted(1, 2)
-    engine.abort([(0, 1), (7, 7)])
+    engine.abort([Key("sample", 0, 1), Key("sample", 7, 7)])
     assert parts(engine.step()) == [(1, [], "abort")] and parts(engine.step()) == [(0, [STOP], "stop")]
 
 
-def test_errors_end_all_responses_but_asleep_they_wait():
+def test_a_reset_ends_all_responses_but_asleep_they_wait():
     engine = submitted(2)
     engine._asleep = True
     with pytest.raises(RuntimeError, match="the library engine is asleep"):
@@ -100,8 +104,9 @@ def test_errors_end_all_responses_but_asleep_they_wait():
     engine._asleep = False
     assert engine.step() == [] and engine.drawer.drawing
     engine.drawer.empty = True
-    with pytest.raises(RuntimeError, match=r"has ended response \(0, 0\) without a token \(abort\)"):
+    with pytest.raises(RuntimeError, match=r"has ended response \('sample', 0, 0\) without a token \(abort\)"):
         engine.step()
+    engine.reset()
     assert engine.step() == [] and not engine.drawer.drawing and not engine._open
 
 
@@ -109,8 +114,8 @@ def test_parameters_of_the_rest_are_checked():
     engine = submitted(1)
     assert parts(engine.step()) == [(0, [STOP], "stop")]
     with pytest.raises(ValueError, match="1 prompt . 8 new tokens are more than the 8 that"):
-        engine.resume((0, 0), [], SamplingParams(8))
+        engine.resume(FIRST, Segment.given([]), SamplingParams(8))
     with pytest.raises(ValueError, match="has 4 tokens with its answer, of 4"):
-        engine.resume((0, 0), [3, 3, 3])
-    engine.resume((0, 0), [3, 3], SamplingParams(7))
+        engine.resume(FIRST, Segment.given([3, 3, 3]))
+    engine.resume(FIRST, Segment.given([3, 3]), SamplingParams(7))
     assert parts(engine.step()) == [(0, [STOP], "stop")]

@@ -13,8 +13,9 @@ from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf import engine as hf
 from lightrft.rollout.scheduler import generate, Quota, Scheduler
 from lightrft.rollout.tests.test_hf_engine import engine, requests
+from lightrft.tests.support.episodes import episodes_of
 from lightrft.tests.support.turns import PARAMS
-from lightrft.types import Episode, Key, Prompt
+from lightrft.types import Key, Segment
 from lightrft.utils.errors import UserError
 
 GREEDY = replace(PARAMS, temperature=0.0)
@@ -22,8 +23,7 @@ GREEDY = replace(PARAMS, temperature=0.0)
 
 def episodes(role="sample", groups=6):
     """Unfinished episodes of the prompts that the tests of engines share."""
-    return [Episode(Prompt(str(i), request.token_ids, ""), i, j, role=role, seed=seed)
-            for i, request in enumerate(requests()[:groups]) for j, seed in enumerate(request.seeds)]  # yapf: disable
+    return episodes_of(requests()[:groups], role)
 
 
 def alone(role="sample", params=PARAMS, groups=6, next_turn=None):
@@ -151,14 +151,15 @@ def test_nothing_is_submitted_for_nobody():
     generate(engine(), [], SamplingParams(4), heard=lambda finished: 1 / 0)
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"finish_reason": "eos"}, "the reason 'eos'"), ({"logprobs": []}, "with 0 log-probs"),
-    ({"token_ids": [5] * 99, "logprobs": [0.0] * 99}, "99 tokens .* that may have")
+@pytest.mark.parametrize("changed, words", [
+    (lambda part: part._replace(finish_reason="eos"), "the reason 'eos'"),
+    (lambda part: part._replace(segment=replace(part.segment, logprobs=[])), "with 0 log-probs"),
+    (lambda part: part._replace(segment=Segment([5] * 99, [0.0] * 99)), "99 tokens .* that may have")
 ])  # yapf: disable
-def test_a_part_that_no_engine_may_return_is_named(change, words):
+def test_a_part_that_no_engine_may_return_is_named(changed, words):
     broken = engine()
     step = broken.step
-    broken.step = lambda: [each._replace(part=replace(each.part, **change)) for each in step()]
+    broken.step = lambda: [changed(each) for each in step()]
     with pytest.raises(RuntimeError, match=words):
         generate(broken, episodes(), PARAMS)
 
@@ -167,8 +168,8 @@ def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
     config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config()))
     strategy = SimpleNamespace(plans=False, device="cpu", cfg=SimpleNamespace(collective_limit_s=1))
     for built, missing in ((SimpleNamespace(weight_version=0), [
-            "abort", "fingerprints", "group", "resume", "shared_storage", "shutdown", "sleep", "step", "submit",
-            "update_weights", "vocabulary", "wake", "weight_dtypes"
+            "abort", "fingerprints", "group", "reset", "resume", "shared_storage", "shutdown", "sleep", "step",
+            "submit", "update_weights", "vocabulary", "wake", "weight_dtypes"
     ]), (engine(), [])):
         monkeypatch.setattr(hf, "build_hf_engine", lambda *args: built)  # noqa: B023
         with pytest.raises(UserError, match=f"the engine has no {', '.join(missing)};") if missing else nullcontext():

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.rollout import Completion, Continuation, Request
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.rollout.tests.test_partial import TINY
-from lightrft.tests.support.stepping import rounds_keep_to_the_protocol
+from lightrft.tests.support.episodes import Group, Response, episodes_of, generate
+from lightrft.tests.support.stepping import ANSWER, rounds_keep_to_the_protocol, step
 from lightrft.tests.support.turns import PARAMS, Toy, by_hand
+from lightrft.types import Key, Segment
 
 CLOSE = 2e-6  # nats: rows that were kept, against prefilling anew
 
@@ -24,9 +25,9 @@ def collect(stepped, rounds=None):
     found = {}
     while rounds != 0 and stepped._queue.open:
         rounds = rounds and rounds - 1
-        parts = stepped.step()
-        for i, j, part in parts:
-            found.setdefault((i, j), Completion([], [], "abort")).extend(part)
+        parts = step(stepped)
+        for key, part in parts.items():
+            found.setdefault(key, Response([], [], "abort")).extend(part)
         if not parts and len(stepped._queue.parked) == len(stepped._queue.open):
             break
     return found
@@ -45,8 +46,8 @@ def passes(monkeypatch):
 def test_a_kept_row_prefills_only_what_is_appended(family, monkeypatch):
     """Gemma 2 caps its scores, and Mistral sees 8 tokens."""
     asked, seen = requests(), passes(monkeypatch)
-    groups = engine(family).generate(asked, PARAMS, next_turn=Toy(asked))
-    answers = [stop - start for group in groups for done in group for start, stop in done.appended]
+    groups = generate(engine(family), asked, PARAMS, next_turn=Toy(asked))
+    answers = [stop - start for group in groups for done in group for start, stop in done.given]
     assert len(answers) > 9 and sum(seen) == sum(len(request.token_ids) for request in asked) + sum(
         1 + answer for answer in answers), "an answer, and the stop token before it"
     for request, group in zip(asked, groups):
@@ -57,24 +58,25 @@ def test_a_kept_row_prefills_only_what_is_appended(family, monkeypatch):
 def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
     """Two or three slots: the rows, and the prompts, of waiting responses leave, until all have had their turn."""
     asked, stepped, seen = requests(), engine(kv_bytes=TINY), passes(monkeypatch)
-    stepped.submit(asked, PARAMS, waits=True)
+    stepped.submit(episodes_of(asked), PARAMS, waits=True)
     first = collect(stepped)
     waiting = [key for key in stepped._queue.parked if len(first[key].token_ids) + 2 < PARAMS.max_new_tokens]
     slots = len(stepped._generation.slots.owners)
     assert len(first) == sum(len(request.seeds) for request in asked) and len(waiting) > 2 * slots
-    expected = engine().generate(asked, PARAMS, next_turn=lambda ended: [
-        Continuation([200, 201]) if not done.appended else None for _, _, done in ended])  # yapf: disable
+    expected = generate(engine(), asked, PARAMS, next_turn=lambda ended: [
+        [200, 201] if not done.given else None for _, _, done in ended])  # yapf: disable
     prefilled = sum(seen)
     for key in waiting:
-        stepped.resume(key, [200, 201])
-        first[key].extend(Completion([200, 201], [0.0, 0.0], "abort", [(0, 2)]))
+        stepped.resume(key, ANSWER)
+        first[key].extend(Response([200, 201], [0.0, 0.0], "abort", [(0, 2)]))
     for key, part in collect(stepped).items():
         first[key].extend(part)
-    assert sum(seen) - prefilled > sum(len(asked[i].token_ids) for i, _ in waiting), "no prompt was prefilled anew"
+    least = sum(len(asked[key.group].token_ids) for key in waiting)
+    assert sum(seen) - prefilled > least, "no prompt was prefilled anew"
     for i, group in enumerate(expected):
         for j, done in enumerate(group):
-            if done.appended or done.finish_reason == "stop":
-                same(first[i, j], done)
+            if done.given or done.finish_reason == "stop":
+                same(first[Key("sample", i, j)], done)
     stepped.abort(list(stepped._queue.open))
     assert stepped.step() == [] and not stepped._queue.open
 
@@ -84,31 +86,31 @@ def test_requests_parameters_and_pauses_in_between():
     rest of a response among others; weights that come anew, and sleep."""
     asked, stepped = requests(), engine()
     plain = replace(PARAMS, stop_token_ids=(), max_new_tokens=20)
-    alone = engine().generate(asked[:2], PARAMS), engine().generate(asked, plain)
-    stepped.submit(asked[:2], PARAMS, waits=True)
+    alone = generate(engine(), asked[:2], PARAMS), generate(engine(), asked, plain)
+    stepped.submit(episodes_of(asked[:2], "waits"), PARAMS, waits=True)
     found = collect(stepped, 3)
-    assert stepped.submit(asked, plain) == 2
+    stepped.submit(episodes_of(asked), plain)
     for _ in range(4):
         for key, part in collect(stepped, 2).items():
-            found.setdefault(key, Completion([], [], "abort")).extend(part)
+            found.setdefault(key, Response([], [], "abort")).extend(part)
         stepped.update_weights([], 1)
         stepped.sleep(), stepped.wake()
     keys = list(stepped._queue.parked)
-    resumed = {key: Request(asked[key[0]].token_ids, [asked[key[0]].seeds[key[1]]], (),
-                            [found[key].token_ids + [200]]) for key in keys}  # yapf: disable
+    resumed = {key: Group(asked[key.group].token_ids, [asked[key.group].seeds[key.index]], (),
+                          [found[key].token_ids + [200]]) for key in keys}  # yapf: disable
     greedy = replace(plain, temperature=0.0)
     for key in keys:
-        stepped.resume(key, [200], greedy)
+        stepped.resume(key, Segment.given([200]), greedy)
     for key, part in collect(stepped).items():
-        found.setdefault(key, Completion([], [], "abort")).extend(part)
+        found.setdefault(key, Response([], [], "abort")).extend(part)
     assert keys and stepped._queue.open.keys() <= set(keys)
-    for first, groups in ((0, alone[0]), (2, alone[1])):
-        for i, group in enumerate(groups, first):
+    for role, groups in (("waits", alone[0]), ("sample", alone[1])):
+        for i, group in enumerate(groups):
             for j, done in enumerate(group):
-                if (i, j) in keys:
-                    rest, = engine().generate([resumed[i, j]], greedy)[0]
+                if (key := Key(role, i, j)) in keys:
+                    rest, = generate(engine(), [resumed[key]], greedy)[0]
                     done.extend(rest)
-                same(found[i, j], done)
+                same(found[key], done)
 
 
 def test_rounds_keep_to_the_protocol():

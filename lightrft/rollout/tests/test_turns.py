@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.rollout import Continuation, Request
 from lightrft.rollout.tests.test_hf_engine import engine, naive_logprobs, requests
 from lightrft.rollout.tests.test_partial import TINY
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.turns import (PARAMS, Toy, a_turn_without_room_is_dropped, cut_turns, equal,
                                           turns_are_those_by_hand, turns_have_the_scores)
 from lightrft.utils.errors import UserError
@@ -41,23 +41,23 @@ def test_a_turn_without_room():
 @pytest.mark.parametrize("kv_bytes", [1 << 24, TINY])
 def test_a_cut_turn(kv_bytes):
     found = list(cut_turns(engine(kv_bytes=kv_bytes), requests()))
-    assert any(begun.appended for _, _, begun, *_ in found), "no cut in a later turn"
+    assert any(begun.given for _, _, begun, *_ in found), "no cut in a later turn"
     assert all(equal(done, whole) for *_, done, whole in found)
 
 
 def test_a_turn_may_begin_with_no_token():
     """The response is then the one that the same tokens without stop tokens give."""
-    plain = engine().generate(requests(), replace(PARAMS, stop_token_ids=()))
-    found = engine().generate(requests(), PARAMS, next_turn=lambda ended: [Continuation([])] * len(ended))
+    plain = generate(engine(), requests(), replace(PARAMS, stop_token_ids=()))
+    found = generate(engine(), requests(), PARAMS, next_turn=lambda ended: [[]] * len(ended))
     for done, whole in ((done, whole) for pair in zip(found, plain) for done, whole in zip(*pair)):
-        assert done.token_ids[:len(whole.token_ids)] == whole.token_ids and not done.appended
+        assert done.token_ids[:len(whole.token_ids)] == whole.token_ids and not done.given
         assert done.logprobs[:len(whole.logprobs)] == pytest.approx(whole.logprobs, abs=5e-6)
         assert len(done.token_ids) == PARAMS.max_new_tokens and done.finish_reason == "length"
 
 
 def test_without_answers_nothing_changes():
-    plain, toy = engine().generate(requests(), PARAMS), Toy(requests(), turns=0)
-    assert engine().generate(requests(), PARAMS, next_turn=toy) == plain
+    plain, toy = generate(engine(), requests(), PARAMS), Toy(requests(), turns=0)
+    assert generate(engine(), requests(), PARAMS, next_turn=toy) == plain
     stopped = [(i, j, done) for i, group in enumerate(plain) for j, done in enumerate(group)
                if done.finish_reason == "stop"]
     assert sorted(toy.seen, key=lambda one: one[:2]) == stopped != [], "not asked once for each stop token"
@@ -65,5 +65,5 @@ def test_without_answers_nothing_changes():
 
 def test_tokens_that_the_model_does_not_have_are_refused():
     with pytest.raises(UserError, match="response 0 to prompt 0 has token 1000, and the model has embeddings of"):
-        engine().generate([Request([5], [1])], replace(PARAMS, stop_token_ids=tuple(range(260))),
-                          next_turn=lambda ended: [Continuation([5, 1000])])
+        generate(engine(), [Group([5], [1])], replace(PARAMS, stop_token_ids=tuple(range(260))),
+                 next_turn=lambda ended: [[5, 1000]])

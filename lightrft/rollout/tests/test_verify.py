@@ -10,7 +10,7 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.rollout.hf import engine as hf_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.kv_cache import Prefill
@@ -20,6 +20,7 @@ from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import runs, tiny, tiny_task
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 from lightrft.tests.support.launch import launch
 from lightrft.types import Prompt
@@ -139,7 +140,7 @@ def test_a_cache_that_outlives_the_update(folder, monkeypatch):
 def test_no_generation_before_the_first_sync(folder):
     rig = Rig(folder)
     with pytest.raises(RuntimeError, match="no weights yet"):
-        rig.engine.generate([Request([5], [1])], SamplingParams(2))
+        generate(rig.engine, [Group([5], [1])], SamplingParams(2))
 
 
 def test_shared_weights_are_proven_by_their_addresses(folder, monkeypatch):

@@ -9,12 +9,13 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout import SamplingParams, get_engine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncVerifier, WeightSyncError
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import tiny
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
@@ -73,7 +74,7 @@ class Rig:
         """Mean and largest difference of log-probs between vLLM and the trainer."""
         gaps = []
         self.actor.hf_model.set_attn_implementation("eager")
-        for request, group in zip(REQUESTS, self.engine.generate(REQUESTS, SamplingParams(NEW))):
+        for request, group in zip(REQUESTS, generate(self.engine, REQUESTS, SamplingParams(NEW))):
             for done in group:
                 ids = torch.tensor([request.token_ids + done.token_ids])
                 with torch.no_grad():
@@ -85,7 +86,7 @@ class Rig:
 
 
 RNG = random.Random(3)
-REQUESTS = [Request([RNG.randrange(4, 250) for _ in range(5 + i)], [10 * i, 10 * i + 1]) for i in range(4)]
+REQUESTS = [Group([RNG.randrange(4, 250) for _ in range(5 + i)], [10 * i, 10 * i + 1]) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_adapters_alone_after_the_first_sync(rig):
     rig.engine.sleep()
     rig.engine.wake()
     with pytest.raises(RuntimeError, match="has no weights yet"):
-        rig.engine.generate(REQUESTS, SamplingParams(NEW))
+        generate(rig.engine, REQUESTS, SamplingParams(NEW))
     rig.sync()
     assert rig.gap()[0] < EXACT and all(".lora_" in name for name in rig.sent)
 

@@ -11,11 +11,12 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout import SamplingParams, get_engine
 from lightrft.rollout.vllm import launch
 from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_contract import EngineContract
 from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, requests
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.utils import watchdog
 
@@ -59,7 +60,7 @@ def rig(request, tmp_path_factory):
         core = rig.vllm.native.engine_core.engine_core
         assert (core.batch_queue is not None) is (request.param == "untied"), "steps wait for each other"
         with pytest.raises(RuntimeError, match="has no weights yet"):
-            rig.vllm.generate(requests(), SamplingParams(NEW))
+            generate(rig.vllm, requests(), SamplingParams(NEW))
         yield rig
         parts = rig.vllm.weight_map.held["model.norm.weight"]
         held = [weakref.ref(one) for one in (rig.vllm.model, *(part.view for part in parts.values()))]
@@ -91,18 +92,18 @@ def test_enough_is_enough(rig):
     """No token after the callback has had enough; what was under way is a beginning, and can be gone on with."""
     rig.ready()
     asked, params, greedy = requests(2), SamplingParams(NEW, stop_token_ids=STOPS), SamplingParams(NEW, 0.0)
-    whole = rig.vllm.generate(asked, params)
-    none = rig.vllm.generate([Request([5], []), *asked], params, lambda i, done: True)
+    whole = generate(rig.vllm, asked, params)
+    none = generate(rig.vllm, [Group([5], []), *asked], params, lambda i, done: True)
     assert {tuple(done.token_ids) for group in none for done in group} == {()} and len(none[1]) == len(asked[0].seeds)
-    found = rig.vllm.generate(asked, params, lambda i, done: True)
+    found = generate(rig.vllm, asked, params, lambda i, done: True)
     cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
     assert cut and len(cut) < sum(map(len, found)) and not rig.unfinished()
     for i, j in cut:
         begun, full = found[i][j], whole[i][j]
         assert begun.token_ids == full.token_ids[:len(begun.token_ids)] != full.token_ids
         assert len(begun.logprobs) == len(begun.token_ids)
-    full, = rig.vllm.generate(requests(1)[:1], greedy)[0]
-    rest, = rig.vllm.generate([Request(asked[0].token_ids, [7], prefixes=[full.token_ids[:8]])], greedy)[0]
+    full, = generate(rig.vllm, requests(1)[:1], greedy)[0]
+    rest, = generate(rig.vllm, [Group(asked[0].token_ids, [7], prefixes=[full.token_ids[:8]])], greedy)[0]
     assert (rest.token_ids, rest.finish_reason) == (full.token_ids[8:], "length")
     assert rest.logprobs == pytest.approx(full.logprobs[8:], abs=1e-5)
 
@@ -122,7 +123,7 @@ def test_a_cut_turn(rig):
     """Tokens after a cut are drawn with other seeds, as after every prefix."""
     rig.ready()
     found = list(turns.cut_turns(rig.vllm, requests()))
-    assert any(begun.appended for _, _, begun, *_ in found), "no cut in a later turn"
+    assert any(begun.given for _, _, begun, *_ in found), "no cut in a later turn"
     for i, j, begun, done, whole in found:
         end = len(begun.token_ids)
         assert begun.token_ids == whole.token_ids[:end] and begun.drawn == whole.drawn[:end], (i, j)
@@ -168,7 +169,7 @@ def test_more_than_128_sequences_run_at_once(wide):
     scheduler, running = wide.ready().vllm.native.engine_core.engine_core.scheduler, []
     step, before = wide.vllm.native.step, watchdog._Progress.ticks
     wide.vllm.native.step = lambda: (step(), running.append(len(scheduler.running)))[0]
-    wide.vllm.generate([Request(list(range(5, 12)), list(range(200)))], SamplingParams(4))
+    generate(wide.vllm, [Group(list(range(5, 12)), list(range(200)))], SamplingParams(4))
     del wide.vllm.native.step
     assert watchdog._Progress.ticks - before >= len(running) >= 4, "the watchdog sees no progress"
     assert max(running) > 190 and scheduler.max_num_running_reqs == 256
@@ -192,6 +193,6 @@ def test_a_repetition_penalty_counts_the_tokens_of_the_prompt_too(rig):
     rig.ready()
     params = SamplingParams(NEW, temperature=0.0, repetition_penalty=3.0, stop_token_ids=STOPS)
     tokens, expected, free = ([[c.token_ids for c in group] for group in responses] for responses in (
-        rig.vllm.generate(requests(), params), rig.hf.generate(requests(), params),
-        rig.hf.generate(requests(), replace(params, repetition_penalty=1.0))))  # yapf: disable
+        generate(rig.vllm, requests(), params), generate(rig.hf, requests(), params),
+        generate(rig.hf, requests(), replace(params, repetition_penalty=1.0))))  # yapf: disable
     assert tokens == expected != free

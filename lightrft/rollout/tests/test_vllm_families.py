@@ -8,7 +8,7 @@ import torch
 from lightrft.config.schema import ModelConfig, RolloutConfig
 from lightrft.models.loader import load_actor
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.rollout.tests import test_vllm_engine
 from lightrft.rollout.vllm import weights as vllm_weights
 from lightrft.rollout.vllm.engine import VLLMEngine
@@ -18,6 +18,7 @@ from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync
 from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.engine_rig import (EXACT, NEW, STOPS, frozen_weights_come_once, names_a_fault,
                                                names_faults_of_experts, requests)
+from lightrft.tests.support.episodes import generate
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET, TWIN
 from lightrft.tests.support.vision_rig import RawMedia
 from lightrft.types import Prompt
@@ -47,7 +48,7 @@ class Rig(test_vllm_engine.Rig):
     def __init__(self, folder, *engine_args):
         super().__init__(folder, "block_size=32", *engine_args)
         with pytest.raises(RuntimeError, match="has no weights yet"):
-            self.vllm.generate(requests(), SamplingParams(NEW))
+            generate(self.vllm, requests(), SamplingParams(NEW))
 
     def sync(self):
         if self.proof is None:
@@ -203,13 +204,14 @@ def test_a_video_in_bfloat16_has_the_positions_of_the_trainer(tmp_path):
     source.most, source.rate = {"video":
                                 1}, 2 / 0.3749  # in bfloat16 0.375 s between grids: at 4 a second another index
     ids = source.prompt(f"{mark} what", ("video:0", ))["input_ids"][0].tolist()
-    request = Request(ids, [0], ("video:0", ), [], source.processor.tokenizer(f"{mark} what").input_ids)
+    unexpanded = source.processor.tokenizer(f"{mark} what").input_ids
+    prompt = Prompt("", ids, "", media=("video:0", ), unexpanded_ids=unexpanded)
     with process_state_kept():
         given = engine_arguments(RolloutConfig(prompt_max_len=64, generate_max_len=8), config, torch.device("cpu"),
                                  True, World(), 9, source.most)
         of = EngineArgs(**given).create_engine_config()
         native = SimpleNamespace(renderer=renderer_from_config(of), model_config=of.model_config)
-        found = VLLMMedia(native, source).prompt(request)
+        found = VLLMMedia(native, source).rendered(prompt)
     (item, ), (at, ) = found["mm_kwargs"]["video"], found["mm_placeholders"]["video"]
     tensors = item.get_data()
     assert tensors["pixel_values_videos"].dtype == torch.bfloat16
@@ -218,4 +220,4 @@ def test_a_video_in_bfloat16_has_the_positions_of_the_trainer(tmp_path):
     model = Qwen2_5_VLForConditionalGeneration.__new__(Qwen2_5_VLForConditionalGeneration)
     vars(model)["config"] = of.model_config.hf_config
     theirs, _ = model.get_mrope_input_positions(ids, [MultiModalFeatureSpec(item, "video", "video:0", at)])
-    assert torch.equal(theirs, actor.modality.prompt_positions(actor.hf_model, ids, request.media))
+    assert torch.equal(theirs, actor.modality.prompt_positions(actor.hf_model, ids, prompt.media))

@@ -50,7 +50,7 @@ def test_a_rank_whose_engine_fails(case, broken):
     codes, what = {
         "raise": ([1, 1], "rank 1 raised RuntimeError: vLLM's model is broken, in phase rollout"),
         "kill": ([1, -9], "rank 1 died without a message (killed, crashed, or out of memory), in phase"),
-        "long": ([2, 2], "request 7: 1188 prompt + 6 new tokens are more than the 70 that"),
+        "long": ([2, 2], "prompt 7: 1188 prompt + 6 new tokens are more than the 70 that"),
     }[case.partition("@")[0]]
     run = broken[case]
     assert ended(run) == codes, run.output

@@ -7,13 +7,14 @@ from transformers import GenerationConfig
 from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout import SamplingParams, get_engine
 from lightrft.rollout.hf import kv_cache
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import naive_decode, tiny, weight_sync_ranks as ranks
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.utils import watchdog
@@ -38,24 +39,24 @@ def test_one_process_shares_the_weights(folder):
     strategy, prepared = prepare(folder)
     engine = engine_of(folder, strategy, prepared)
     assert engine.model is prepared.model.hf_model and not engine.owns_model
-    before = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
+    before = ranks.flat(generate(engine, ranks.REQUESTS, ranks.PARAMS))
     ranks.changed(prepared.model)
     assert sync_weights(strategy, prepared, engine, 5) < 1 and engine.weight_version == 5
-    assert not ranks.equal(ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS)), before), "old weights are in use"
+    assert not ranks.equal(ranks.flat(generate(engine, ranks.REQUESTS, ranks.PARAMS)), before), "old weights are in use"
 
 
 def test_the_budget_option_reaches_the_engine(folder):
     strategy, prepared = prepare(folder)
     assert engine_of(folder, strategy, prepared, engine_kv_mib=3).kv_bytes == 3 << 20
     with pytest.raises(ValueError, match="--engine_kv_mib"):
-        engine_of(folder, strategy, prepared, engine_kv_mib=1).generate([Request([5], [1])], SamplingParams(9000))
+        generate(engine_of(folder, strategy, prepared, engine_kv_mib=1), [Group([5], [1])], SamplingParams(9000))
 
 
 def test_the_sequences_at_once_reach_the_engine(folder):
     strategy, prepared = prepare(folder)
     many, few = engine_of(folder, strategy, prepared), engine_of(folder, strategy, prepared, engine_max_seqs=3)
     before = watchdog._Progress.ticks
-    responses = [engine.generate(ranks.REQUESTS, ranks.PARAMS) for engine in (many, few)]
+    responses = [generate(engine, ranks.REQUESTS, ranks.PARAMS) for engine in (many, few)]
     assert watchdog._Progress.ticks - before > ranks.PARAMS.max_new_tokens, "the watchdog sees no progress"
     assert few._cache.plan.slots == 3 < many._cache.plan.slots
     assert ranks.equal(*map(ranks.flat, responses)), "responses wait for each other, and are the same"
@@ -67,28 +68,28 @@ def test_the_kernel_of_a_decode_step_reaches_it(folder, monkeypatch):
     monkeypatch.setattr(kv_cache, "_kernel", lambda: lambda *args: calls.append(args) or naive_decode.attend(*args))
     strategy, prepared = prepare(folder)
     usual, one = engine_of(folder, strategy, prepared), engine_of(folder, strategy, prepared, fused_decode=True)
-    responses = [ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS)) for engine in (usual, one)]
+    responses = [ranks.flat(generate(engine, ranks.REQUESTS, ranks.PARAMS)) for engine in (usual, one)]
     assert ranks.equal(*responses) and len(calls) >= 2 * (ranks.PARAMS.max_new_tokens - 1)
 
 
 def test_lora_adapters_take_part_in_place(folder):
     strategy, prepared = prepare(folder, lora_rank=2)
     engine = engine_of(folder, strategy, prepared)
-    before = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
+    before = ranks.flat(generate(engine, ranks.REQUESTS, ranks.PARAMS))
     with torch.no_grad():
         for name, parameter in prepared.model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.1)
-    assert not ranks.equal(ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS)), before), "adapters are ignored"
+    assert not ranks.equal(ranks.flat(generate(engine, ranks.REQUESTS, ranks.PARAMS)), before), "adapters are ignored"
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_the_weights(folder):
     strategy, prepared = prepare(folder, bf16=True)
     engine = engine_of(folder, strategy, prepared, bf16=True)
-    half = ranks.flat(engine.generate(ranks.REQUESTS, ranks.PARAMS))
+    half = ranks.flat(generate(engine, ranks.REQUESTS, ranks.PARAMS))
     assert engine._probe()[0].dtype == torch.bfloat16, "the cache is not in bfloat16"
     assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
-    full = ranks.flat(engine_of(folder, *prepare(folder)).generate(ranks.REQUESTS, ranks.PARAMS))
+    full = ranks.flat(generate(engine_of(folder, *prepare(folder)), ranks.REQUESTS, ranks.PARAMS))
     assert not ranks.equal(half, full), "bf16 changes nothing"
 
 

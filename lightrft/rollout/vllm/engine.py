@@ -2,7 +2,6 @@
 import ctypes
 import gc
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,17 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.towers import config_value
 from lightrft.rollout.vllm import weights as vllm_weights
-from lightrft.rollout.engine import Request, SamplingParams, refuse_media
+from lightrft.rollout.engine import SamplingParams, refuse_media
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import WeightManifest, checked, manifest
 from lightrft.rollout.partwise import PartwiseEngine
+from lightrft.rollout.scheduler import generate
 from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.rollout.vllm.parts import VLLMParts
-from lightrft.types import MediaSource
+from lightrft.types import Episode, MediaSource, Prompt
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
@@ -76,7 +76,7 @@ class VLLMEngine(PartwiseEngine):
         group: CPU process group of the ranks that run this engine together; None: this rank alone.
         owns_world: torch's process group was created by vLLM, and is destroyed with it.
         adapters: LoRA adapters stored apart from the base weights; None: updates bring merged weights.
-        media: source of the media of requests; None: they take text only.
+        media: source of the media of prompts; None: they are text only.
         unused: prefixes of weights that nothing is computed with.
         buffers: of checkpoints, by HF name; every update brings them too (Gemma-4 scales its layers with them).
         stream: the CUDA stream that vLLM chose when it started.
@@ -167,7 +167,7 @@ class VLLMEngine(PartwiseEngine):
             self.native.wake_up(["kv_cache"])
             self._cache_asleep = False
 
-    def positions(self, request: Request) -> Tensor | None:
+    def positions(self, prompt: Prompt) -> Tensor | None:
         """Implement :meth:`~lightrft.rollout.engine.ShowsPositions.positions`, by drawing a token."""
         model: Any = self.model
         if not hasattr(model, "get_mrope_input_positions"):
@@ -181,15 +181,15 @@ class VLLMEngine(PartwiseEngine):
 
         vars(model)["get_mrope_input_positions"] = noted
         try:
-            self.generate([replace(request, seeds=[0], prefixes=[])], SamplingParams(1))
+            generate(self, [Episode(prompt, 0, 0, role="positions")], SamplingParams(1))
         finally:
             del vars(model)["get_mrope_input_positions"]
         return found[0].long().cpu()
 
-    def media_tensors(self, request: Request) -> dict[str, list[Tensor]]:
+    def media_tensors(self, prompt: Prompt) -> dict[str, list[Tensor]]:
         """Implement :meth:`~lightrft.rollout.engine.ShowsMedia.media_tensors`."""
         with process_state_kept():
-            return {} if self.media is None else self.media.tensors(request)
+            return {} if self.media is None else self.media.tensors(prompt)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load full weights under their HF names and drop every cached prefix and picture; while it has weights, only

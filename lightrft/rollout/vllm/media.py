@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers.feature_extraction_utils import BatchFeature
 
 from lightrft.models.actor_modality import FAMILIES
-from lightrft.rollout.engine import Request
-from lightrft.types import MediaSource, MediaTensors
+from lightrft.types import MediaSource, MediaTensors, Prompt
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _OF_PICTURES = ("gemma4", "internvl")  # their frames come to vLLM as pictures d
 
 
 class VLLMMedia:
-    """Media of the requests of one engine, each processed by ``source`` alone.
+    """Media of the prompts of one engine, each processed by ``source`` alone.
 
     vLLM finds the places of features and their positions with its own code for a family; only the call of Hugging
     Face's processor in it is replaced, by the tensors of the medium that is asked for. vLLM asks for one at a time,
@@ -33,50 +32,50 @@ class VLLMMedia:
         self.engine, self.source = engine, source
         self._asked: MediaTensors | None = None
 
-    def prompt(self, request: Request) -> Any:
+    def rendered(self, prompt: Prompt) -> Any:
         """Return vLLM's form of a prompt, with the tensors of all its media.
 
         Raises:
             UserError: vLLM expands the prompt to other tokens than the trainer.
         """
         self._replace_processor()
-        media = {key: _native_medium(key.partition(":")[0], self.source.open(key)) for key in request.media}
+        media = {key: _native_medium(key.partition(":")[0], self.source.open(key)) for key in prompt.media}
         for key in media:
-            found = self._rendered(request, media, [key], self.source.tensors(key))
-        if len(request.media) > 1:
-            found = self._rendered(request, media, request.media)
-        if not _same_tokens(found, request.token_ids):
-            kinds = ", ".join(dict.fromkeys(key.partition(":")[0] for key in request.media))
+            found = self._rendered(prompt, media, [key], self.source.tensors(key))
+        if len(prompt.media) > 1:
+            found = self._rendered(prompt, media, prompt.media)
+        if not _same_tokens(found, prompt.token_ids):
+            kinds = ", ".join(dict.fromkeys(key.partition(":")[0] for key in prompt.media))
             raise UserError(
                 f"vLLM makes {len(found['prompt_token_ids'])} tokens of a prompt with {kinds} that has "
-                f"{len(request.token_ids)} for the trainer: it processes media of this model differently; use "
+                f"{len(prompt.token_ids)} for the trainer: it processes media of this model differently; use "
                 "--engine_type hf")
         return found
 
-    def tensors(self, request: Request) -> dict[str, list[Tensor]]:
+    def tensors(self, prompt: Prompt) -> dict[str, list[Tensor]]:
         """Return the tensors with which vLLM computes the media of a prompt, by name, in the order of the media."""
         found: dict[str, list[Tensor]] = {}
-        for items in self.prompt(request)["mm_kwargs"].values():
+        for items in self.rendered(prompt)["mm_kwargs"].values():
             for item in items:
                 for name, value in item.get_data().items():
                     if isinstance(value, Tensor):  # Qwen3-VL's keep a list of times too
                         found.setdefault(name, []).append(value)
         return found
 
-    def _rendered(self, request: Request, media: Mapping[str, Any], keys: Iterable[str],
+    def _rendered(self, prompt: Prompt, media: Mapping[str, Any], keys: Iterable[str],
                   asked: MediaTensors | None = None) -> Any:
         """Let vLLM replace the first placeholders of a prompt by the tokens of ``keys``, of which it has the tensors or
         asks for those of one; it knows a medium by its key."""
         names: dict[str, list[str]] = {}
         for key in keys:
             names.setdefault(key.partition(":")[0], []).append(key)
-        prompt: Any = {"prompt_token_ids": request.unexpanded, "multi_modal_uuids": names, "multi_modal_data": {
+        native: Any = {"prompt_token_ids": prompt.unexpanded_ids, "multi_modal_uuids": names, "multi_modal_data": {
             kind: [media[key] for key in some] for kind, some in names.items()}}  # yapf: disable
         if any(key.startswith("video:") for key in media):  # its frames were chosen when it was decoded
-            prompt["mm_processor_kwargs"] = {"do_sample_frames": False}
+            native["mm_processor_kwargs"] = {"do_sample_frames": False}
         self._asked = asked
         try:  # the other cache has no tensors here
-            (found, ) = self.engine.renderer.render_cmpl([prompt], skip_mm_cache=True)
+            (found, ) = self.engine.renderer.render_cmpl([native], skip_mm_cache=True)
         finally:
             self._asked = None
         return found

@@ -6,10 +6,12 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from lightrft.rollout.engine import Completion, Ended, Key, SamplingParams
+from lightrft.rollout.engine import Generated, SamplingParams
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
 from lightrft.rollout.vllm.launch import NativeStream, process_state_kept
 from lightrft.rollout.vllm.media import VLLMMedia
+from lightrft.types import Key, Segment
+from lightrft.utils.watchdog import tick
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -35,44 +37,46 @@ class VLLMParts:
         self.adapter, self.media, self.stream = adapter, media, stream or NativeStream()
         self.names: dict[Key, tuple[str, str]] = {}  # of the requests under way: ours, and vLLM's own
 
-    def round(self, begun: list[OpenResponse], waiting: bool) -> Ended:
+    def round(self, begun: list[OpenResponse], waiting: bool) -> list[Generated]:
         """Implement :meth:`~lightrft.rollout.partwise.PartDrawer.round`: every part draws a token."""
         with process_state_kept() if begun else _generators_kept():
             for response in begun:
                 self._begin(response)
             with self.stream.entered():
                 outputs = self.engine.step()
+        client: Any = self.engine.engine_core
+        if client.engine_core.scheduler.running:
+            tick()
         return [self._taken(output) for output in outputs if output.finished]
 
     def _begin(self, response: OpenResponse) -> None:
-        (i, j), begun = response.key, len(response.token_ids)
-        params, room = response.next_params, 1 if response.begins_hot else response.room
+        begun, params, room = len(response.token_ids), response.next_params, 1 if response.begins_hot else response.room
         prompt = self._prompt(response.prompt) | {"prompt_token_ids": response.all_ids}
         native = native_params(params, self.stop_of(params), room, (response.seed + begun) % (1 << 63))
-        name = f"{i}/{j}/{begun}"
-        self.names[i, j] = name, self.engine.add_request(name, prompt, native, lora_request=self.adapter)
+        name = "/".join(map(str, (*response.key, begun)))
+        self.names[response.key] = name, self.engine.add_request(name, prompt, native, lora_request=self.adapter)
 
     def _prompt(self, prompt: OpenPrompt) -> Any:
         """Return vLLM's form of a prompt, with its media: made once for all its responses."""
-        if not prompt.request.media or self.media is None:
+        if not prompt.prompt.media or self.media is None:
             return {}
-        prompt.rendered = prompt.rendered or self.media.prompt(prompt.request)
+        prompt.rendered = prompt.rendered or self.media.rendered(prompt.prompt)
         return prompt.rendered
 
-    def _taken(self, output: Any) -> tuple[int, int, Completion]:
+    def _taken(self, output: Any) -> Generated:
         """Convert a finished vLLM request to the part that it drew."""
-        i, j, _ = map(int, output.request_id.split("/"))
-        del self.names[i, j]
-        return i, j, _part(output)
+        role, group, index, _ = output.request_id.rsplit("/", 3)
+        del self.names[key := Key(role, int(group), int(index))]
+        return _part(key, output)
 
-    def cancel(self, keys: Iterable[Key] | None = None) -> Ended:
+    def cancel(self, keys: Iterable[Key] | None = None) -> list[Generated]:
         """Implement :meth:`~lightrft.rollout.partwise.PartDrawer.cancel`."""
         from vllm.v1.engine import FinishReason
         states, parts = self.engine.output_processor.request_states, []
         names = {key: self.names.pop(key) for key in list(self.names if keys is None else keys)}
-        for (i, j), (_, native) in names.items():
+        for key, (_, native) in names.items():
             output: Any = states[native].make_request_output([], None, FinishReason.ABORT, None)
-            parts.append((i, j, _part(output)))
+            parts.append(_part(key, output))
         self.engine.abort_request([name for name, _ in names.values()])
         return parts
 
@@ -90,9 +94,9 @@ def native_params(params: SamplingParams, stop_ids: list[int], max_tokens: int, 
     return native
 
 
-def _part(output: "RequestOutput") -> Completion:
+def _part(key: Key, output: "RequestOutput") -> Generated:
     native: Any = output.outputs[0]
-    return Completion(list(native.token_ids), list(native.logprobs.logprobs), native.finish_reason)
+    return Generated(key, Segment(list(native.token_ids), list(native.logprobs.logprobs)), native.finish_reason)
 
 
 def _generators_kept() -> AbstractContextManager[None]:

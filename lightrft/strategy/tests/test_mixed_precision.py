@@ -9,13 +9,14 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models import attention
 from lightrft.models.loader import load_actor, load_critic
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf.engine import _inference
 from lightrft.strategy.mixed_precision import compute_weights, round_frozen, round_in_passes
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import SingleProcessStrategy, get_strategy
 from lightrft.tests.support import naive_model, tiny
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.strategy_case import Case, assert_same
 from lightrft.tests.support.tiny_lm import TinyLM, loss_of, micro_batch
 
@@ -78,7 +79,7 @@ def test_attention_gets_bfloat16_from_passes_and_generation(folder, options, mon
     found = prepared.model(naive_model.experience(), entropy=True)
     strategy.backward(found[0].sum(), prepared)  # with checkpointing it runs the layers again
     assert seen == {(HALF, HALF, HALF)} and all(values.dtype == torch.float32 for values in found)
-    engine.generate([Request([5, 6, 7], [1])], SamplingParams(2))
+    generate(engine, [Group([5, 6, 7], [1])], SamplingParams(2))
     assert seen == {(HALF, HALF, HALF)} and engine._probe()[0].dtype == HALF
 
 

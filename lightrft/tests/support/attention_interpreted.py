@@ -7,10 +7,11 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf import attention_kernel
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.tests.support import naive_decode, tiny
+from lightrft.tests.support.episodes import Group, generate
 
 HEADS, PROMPTS, ROWS = 2, 3, 5
 SLOTS, LENGTHS, NEWEST = [2, 0, -1, 2, 1], [9, 17, 0, 9, 1], [0, 20, 0, 7, 16]  # a free row; a prompt of two rows
@@ -44,12 +45,12 @@ def test_a_row_attends_to_its_prompt_and_to_itself(dim, queries, window, softcap
 def test_responses_are_those_of_products(family, fused):
     """Of fused and of other layers, with a window and a soft cap, prompts that samples share, and rows that move."""
     model = tiny.model(family, initializer_range=0.3, attn_implementation="packed")
-    requests = [Request([5 + i] * (3 + 3 * i), [10 * i, 10 * i + 1]) for i in range(3)]
+    requests = [Group([5 + i] * (3 + 3 * i), [10 * i, 10 * i + 1]) for i in range(3)]
     responses = []
     for one_kernel in (False, True):
         engine = HFEngine(model, range(100, 130), 1 << 22, max_seqs=3, one_kernel=one_kernel)
         engine.fuses = fused
-        groups = engine.generate(requests, SamplingParams(max_new_tokens=8))
+        groups = generate(engine, requests, SamplingParams(max_new_tokens=8))
         responses.append([completion for group in groups for completion in group])
     assert len({len(completion.token_ids) for completion in responses[0]}) > 1
     for plain, one in zip(*responses, strict=True):

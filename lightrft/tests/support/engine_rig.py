@@ -8,13 +8,13 @@ import torch
 from lightrft.config.schema import StrategyConfig
 from lightrft.models.freezing import freeze
 from lightrft.models.tokenizer import load_tokenizer
-from lightrft.rollout import Request
 from lightrft.rollout.hf.engine import HFEngine, eos_ids
 from lightrft.rollout.sampling import restrict
 from lightrft.rollout.weight_sync.sync import manifest, sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.faulty_sync import FAULTS, TARGET, TWIN, break_sync
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06}
@@ -73,7 +73,7 @@ class EngineRig:
     def gap(self, asked, params):
         """Mean and largest difference of log-probs between the engine and the trainer."""
         gaps = [
-            abs(a - b) for request, group in zip(asked, self.engine.generate(asked, params)) for done in group
+            abs(a - b) for request, group in zip(asked, generate(self.engine, asked, params)) for done in group
             for a, b in zip(done.logprobs, self.logprobs(request, done.token_ids, params), strict=True)
         ]
         return sum(gaps) / len(gaps), max(gaps)
@@ -82,7 +82,7 @@ class EngineRig:
 def requests(samples=3, count=6):
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 250) for _ in range(length)] for length in rng.sample(range(1, 24), count)]
-    return [Request(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts)]
+    return [Group(prompt, [1000 * i + j for j in range(samples)]) for i, prompt in enumerate(prompts)]
 
 
 def tokens(groups):
@@ -106,8 +106,8 @@ def names_a_fault(rig, kind, target=TARGET, twin=TWIN):
 def reports_responses_as_they_end(engine, asked, params):
     """Each once, before its request, and the first ones of a request while its others are still generated."""
     order = []
-    groups = engine.generate(asked, params, lambda i, done: order.append([(i, None, done)]),
-                             lambda ended: order.append(ended))
+    groups = generate(engine, asked, params, lambda i, done: order.append([(i, None, done)]),
+                      lambda ended: order.append(ended))
     when = {(i, j): (turn, reported) for turn, ended in enumerate(order) for i, j, reported in ended}
     assert len(when) == sum(map(len, order)) == len(asked) + sum(len(request.seeds)
                                                                  for request in asked), "reported twice"

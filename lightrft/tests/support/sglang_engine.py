@@ -21,13 +21,14 @@ import pytest
 import torch
 
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.rollout.sglang import client, weights as sglang_weights
 from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_contract import EngineContract
 from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, names_a_fault, requests
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, state, verifier
 from lightrft.utils.errors import UserError
@@ -51,7 +52,7 @@ def resident_kib(pid):
 def test_the_process_is_as_before_and_nothing_is_generated_without_weights(rig):
     assert state() == Rig.before
     with pytest.raises(RuntimeError, match="has no weights yet"):
-        rig.engine.generate(requests(), SamplingParams(NEW))
+        generate(rig.engine, requests(), SamplingParams(NEW))
 
 
 class TestEngine(EngineContract):
@@ -100,8 +101,8 @@ def test_many_updates_neither_drift_nor_leak(rig, monkeypatch):
 
 def test_draws_follow_the_distribution(rig):
     rig.ready()
-    request, many = Request([5, 6, 7], list(range(1500))), SamplingParams(1, 0.5, top_k=4)
-    drawn = [done.token_ids[0] for done in rig.engine.generate([request], many)[0]]
+    request, many = Group([5, 6, 7], list(range(1500))), SamplingParams(1, 0.5, top_k=4)
+    drawn = [done.token_ids[0] for done in generate(rig.engine, [request], many)[0]]
     for token in set(drawn):
         p, share = math.exp(rig.logprobs(request, [token], many)[0]), drawn.count(token) / len(drawn)
         assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / len(drawn)) + 1e-3, (token, share, p)
@@ -110,7 +111,7 @@ def test_draws_follow_the_distribution(rig):
 
 def test_the_longest_request_fits(rig):
     rig.ready()
-    done, = rig.engine.generate([Request([5] * (LIMIT - NEW), [1])], SamplingParams(NEW))[0]
+    done, = generate(rig.engine, [Group([5] * (LIMIT - NEW), [1])], SamplingParams(NEW))[0]
     assert len(done.token_ids) == NEW or done.finish_reason == "stop"
 
 
@@ -120,8 +121,8 @@ def test_the_watchdog_sees_progress_in_a_long_response(rig, monkeypatch):
     before, ticks = (manager := rig.engine.native.manager).last_receive_tstamp, []
     monkeypatch.setattr(client, "_POLL_S", 0.002)
     monkeypatch.setattr(client, "tick", lambda: ticks.append(manager.last_receive_tstamp))
-    asked = [Request([5 + i, 6, 7], [i]) for i in range(16)]
-    found = rig.engine.generate(asked, SamplingParams(LIMIT - 3))
+    asked = [Group([5 + i, 6, 7], [i]) for i in range(16)]
+    found = generate(rig.engine, asked, SamplingParams(LIMIT - 3))
     assert max(len(done.token_ids) for done, in found) > 50, "one of many is long, whatever the weights are"
     assert set(ticks) - {before, manager.last_receive_tstamp}, "no progress is seen"
 
@@ -130,8 +131,8 @@ def test_enough_is_enough(rig):
     """No token after the callback has had enough; what was under way is a beginning, and goes on as in one go."""
     rig.ready()
     asked, params = requests(2), SamplingParams(NEW, stop_token_ids=tuple(range(4, 20)))
-    whole = rig.engine.generate(asked, params)
-    found = rig.engine.generate(asked, params, lambda i, done: True)
+    whole = generate(rig.engine, asked, params)
+    found = generate(rig.engine, asked, params, lambda i, done: True)
     cut = [(i, j) for i, group in enumerate(found) for j, done in enumerate(group) if done.finish_reason == "abort"]
     assert cut and len(cut) < sum(map(len, found)) and not rig.unfinished()
     for i, j in cut:
@@ -140,8 +141,8 @@ def test_enough_is_enough(rig):
         assert len(begun.logprobs) == len(begun.token_ids)
     prefixes = [[done.token_ids[:1 + i] if len(done.token_ids) > 1 + i else [] for done in group]
                 for i, group in enumerate(whole)]
-    onward = [Request(one.token_ids, one.seeds, prefixes=begun) for one, begun in zip(asked, prefixes)]
-    for group, begun, rest in zip(whole, prefixes, rig.engine.generate(onward, params)):
+    onward = [Group(one.token_ids, one.seeds, prefixes=begun) for one, begun in zip(asked, prefixes)]
+    for group, begun, rest in zip(whole, prefixes, generate(rig.engine, onward, params)):
         for one, prefix, more in zip(group, begun, rest):
             assert prefix + more.token_ids == one.token_ids and more.finish_reason == one.finish_reason
             assert more.logprobs == pytest.approx(one.logprobs[len(prefix):], abs=1e-5)
@@ -169,8 +170,8 @@ def test_memory_is_released_and_resumed_in_order(rig, monkeypatch):
     for step in ("sleep", "sleep", "wake", "wake", "sleep", "wake"):
         getattr(rig.engine, step)()
     rig.sync()
-    rig.engine.generate(requests(1), SamplingParams(1))
-    rig.engine.generate(requests(1), SamplingParams(1))
+    generate(rig.engine, requests(1), SamplingParams(1))
+    generate(rig.engine, requests(1), SamplingParams(1))
     assert calls == [("Release", ["kv_cache", "weights"]), ("Resume", ["weights"]), ("Release", ["weights"]),
                      ("Resume", ["weights"]), ("Resume", ["kv_cache"])]  # yapf: disable
 
@@ -235,7 +236,7 @@ def test_what_sglang_refuses_is_an_error(rig, monkeypatch):
         with pytest.raises(RuntimeError, match="did not load the weights: the dog ate it"):
             rig.sync()
         with pytest.raises(RuntimeError, match="has no weights yet"):
-            rig.engine.generate(requests(), SamplingParams(NEW))
+            generate(rig.engine, requests(), SamplingParams(NEW))
     rig.ready()
 
 
@@ -249,7 +250,7 @@ def test_schedulers_do_not_hear_what_stops_a_run(rig):
     rig.ready()
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(rig.engine.native.processes[0].pid, number)
-    assert rig.engine.generate(requests(), SamplingParams(NEW))
+    assert generate(rig.engine, requests(), SamplingParams(NEW))
 
 
 def test_a_scheduler_that_is_killed(rig):
@@ -261,13 +262,13 @@ def test_a_scheduler_that_is_killed(rig):
     threading.Timer(0.5, os.kill, (scheduler.pid, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="scheduler .* has ended with exit code -9"):
-        rig.engine.generate(requests(), SamplingParams(NEW))
+        generate(rig.engine, requests(), SamplingParams(NEW))
     with pytest.raises(RuntimeError, match="scheduler .* has ended"):
         rig.sync()
     assert time.monotonic() - start < 30
     rig.engine.shutdown()
     with pytest.raises(RuntimeError, match="asleep"):
-        rig.engine.generate(requests(), SamplingParams(NEW))
+        generate(rig.engine, requests(), SamplingParams(NEW))
     assert other.poll() is None, "another child was killed"
     other.kill()
     other.wait()

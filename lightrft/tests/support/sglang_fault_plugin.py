@@ -29,10 +29,10 @@ def _strikes(folder: Path = Path()) -> str:
     return kind
 
 
-def _harmed(engine: SGLangEngine, requests: Any, *args: Any, **kwargs: Any) -> Any:
+def _harmed(engine: SGLangEngine, episodes: Any, *args: Any, **kwargs: Any) -> Any:
     if not _IN_MODEL:
         _strikes()
-    return _submit(engine, requests, *args, **kwargs)
+    return _submit(engine, episodes, *args, **kwargs)
 
 
 def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: Any, *args: Any) -> None:
@@ -50,12 +50,12 @@ def run_harmed(folder: Path, rank: int, shapes: Any, parent: int, last_words: An
     _run_scheduler(shapes, parent, last_words, *args)
 
 
-def _scheduler_killed(engine: SGLangEngine, requests: Any, *args: Any, **kwargs: Any) -> Any:
+def _scheduler_killed(engine: SGLangEngine, episodes: Any, *args: Any, **kwargs: Any) -> Any:
     mark = Path(os.environ["FAULT_MARK"])
     if os.environ.get("RANK") == "1" and engine.weight_version == UPDATES and not mark.exists():
         mark.touch()
         threading.Timer(0.2, os.kill, (engine.native.processes[0].pid, signal.SIGKILL)).start()
-    return _submit(engine, requests, *args, **kwargs)
+    return _submit(engine, episodes, *args, **kwargs)
 
 
 SGLangEngine.submit = _scheduler_killed if os.environ.get("FAULT") == "scheduler" else _harmed

@@ -16,6 +16,7 @@ from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
+from lightrft.tests.support.episodes import generate
 from lightrft.tests.support.faulty_sync import TARGET, break_sync
 from lightrft.tests.support.sglang_rig import verifier
 from lightrft.tests.support.turns import turns_of_a_group
@@ -85,16 +86,16 @@ def facts(ranks, tp_size):
         expected = fingerprints([Piece(tensor) for tensor in whole.values()])
         assert torch.equal(engine.fingerprints(list(whole)), expected), "the shards do not add up to the weights"
         seen = []
-        responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
-        check(responses, ranks.reference.generate(REQUESTS[mine], GREEDY))
+        responses = generate(engine, REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
+        check(responses, generate(ranks.reference, REQUESTS[mine], GREEDY))
         assert sorted(seen) == list(range(len(REQUESTS[mine]))), seen
         reports_responses_as_they_end(engine, REQUESTS[mine], replace(sampled, stop_token_ids=tuple(range(4, 40))))
-        drawn = engine.generate(REQUESTS[mine], sampled)
+        drawn = generate(engine, REQUESTS[mine], sampled)
         assert ranks.gap(REQUESTS[mine], drawn) < EXACT
         asked = REQUESTS if ranks.strategy.rank == 0 else []
-        check(engine.generate(asked, sampled)[mine], drawn[:5 * (ranks.strategy.rank == 0)])
+        check(generate(engine, asked, sampled)[mine], drawn[:5 * (ranks.strategy.rank == 0)])
         turns_of_a_group(engine, ranks.reference, REQUESTS, mine, ranks.strategy.rank == 0)
-        short = engine.generate(REQUESTS[mine], sampled, lambda i, _: True)  # until both ranks have enough
+        short = generate(engine, REQUESTS[mine], sampled, lambda i, _: True)  # until both ranks have enough
         assert all(one.token_ids == full.token_ids[:len(one.token_ids)] for cut, whole in zip(short, drawn)
                    for one, full in zip(cut, whole))  # yapf: disable
         engine.sleep()

@@ -17,6 +17,7 @@ from lightrft.ops.rounding import Arithmetic
 from lightrft.rollout import get_engine, SamplingParams
 from lightrft.tests.support import engine_rig, media_runs, runs, tiny_vision, turns
 from lightrft.tests.support.engine_rig import LARGEST, NEW, STOPS
+from lightrft.tests.support.episodes import generate
 from lightrft.tests.support.sglang_rig import CFG, forked, verifier
 from lightrft.tests.support.vision_rig import (faults_are_named, parts_change_apart, PROJECTORS, TOWER, Sees,
                                                weights_arrive)
@@ -80,12 +81,12 @@ def test_a_group_shares_media_and_an_update_drops_their_features(rig, towers):
     for _ in range(2):
         rig.sync()
         before, asked = towers.value, rig.asked(range(8))
-        found = rig.engine.generate(asked, SamplingParams(NEW, stop_token_ids=STOPS))
+        found = generate(rig.engine, asked, SamplingParams(NEW, stop_token_ids=STOPS))
         drawn = [[*one.token_ids[:4], rig.actor.modality.tokens["image"]] for one in found[0]]
         begun = [dataclasses.replace(request, prefixes=[one.token_ids[:4] for one in some])
                  for request, some in zip(asked, found)]  # yapf: disable
         begun[0] = dataclasses.replace(begun[0], prefixes=drawn)
-        resumed = rig.engine.generate(begun, SamplingParams(NEW))
+        resumed = generate(rig.engine, begun, SamplingParams(NEW))
         assert towers.value - before == 3, "three pictures for four prompts with 16 responses each"
         samples = [(request.token_ids, prefix + one.token_ids, request.media) for request, some in zip(begun, resumed)
                    for prefix, one in zip(request.prefixes, some)]  # yapf: disable

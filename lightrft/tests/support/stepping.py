@@ -5,20 +5,25 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.rollout import Completion, Request
-from lightrft.rollout.engine import Key
+from lightrft.tests.support.episodes import Group, Response, episodes_of, generate
 from lightrft.tests.support.turns import NEW, PARAMS, Toy, equal
+from lightrft.types import Key, Segment
 
-ANSWER, PATIENCE = [200, 201], 3000
+ANSWER, PATIENCE = Segment.given([200, 201]), 3000
 KINDS = [PARAMS, replace(PARAMS, temperature=0.7, first_temperature=8.0), replace(PARAMS, temperature=0.0),
          replace(PARAMS, top_k=3, stop_token_ids=()), replace(PARAMS, top_p=0.5, max_new_tokens=6)]  # yapf: disable
 GREEDY, LONG = replace(PARAMS, temperature=0.0, stop_token_ids=()), replace(PARAMS, max_new_tokens=2 * NEW)
-Parts = dict[Key, Completion]
+Parts = dict[Key, Response]
 
 
-def numbered(groups: list[list[Completion]], first: int) -> Parts:
-    """Responses by key, if their requests count from ``first``."""
-    return {(first + i, j): done for i, group in enumerate(groups) for j, done in enumerate(group)}
+def numbered(groups: list[list[Response]], role: str) -> Parts:
+    """Responses by the keys of their episodes."""
+    return {Key(role, i, j): done for i, group in enumerate(groups) for j, done in enumerate(group)}
+
+
+def step(engine) -> Parts:
+    """One round."""
+    return {part.key: Response.part(part) for part in engine.step()}
 
 
 def collect(engine, keys: Iterable[Key]) -> Parts:
@@ -27,9 +32,9 @@ def collect(engine, keys: Iterable[Key]) -> Parts:
     for _ in range(PATIENCE):
         if not missing:
             return parts
-        for i, j, part in engine.step():
-            missing.remove((i, j))
-            parts[i, j] = part
+        for key, part in step(engine).items():
+            missing.remove(key)
+            parts[key] = part
     raise AssertionError(f"nothing of {missing} after {PATIENCE} rounds")
 
 
@@ -38,25 +43,27 @@ def same(parts: Parts, expected: Parts) -> None:
         assert equal(parts[key], done), (key, parts[key], done)
 
 
-def parameters_run_together(engine, asked: list[Request]) -> None:
+def parameters_run_together(engine, asked: list[Group]) -> None:
     """Samples, a hot first token, greedy responses, few likely tokens: each is what it is alone."""
-    alone, expected = [engine.generate(asked, params) for params in KINDS], Parts()
-    for params, groups in zip(KINDS, alone, strict=True):
-        expected |= numbered(groups, engine.submit(asked, params))
+    alone, expected = [generate(engine, asked, params) for params in KINDS], Parts()
+    for number, (params, groups) in enumerate(zip(KINDS, alone, strict=True)):
+        engine.submit(episodes_of(asked, f"kind {number}"), params)
+        expected |= numbered(groups, f"kind {number}")
     same(collect(engine, expected), expected)
     assert engine.step() == []
 
 
-def waiting_holds_up_nobody(engine, asked: list[Request]) -> None:
+def waiting_holds_up_nobody(engine, asked: list[Group]) -> None:
     """The others end. Then all wait, which is no deadlock: some resume by other parameters, the rest is aborted."""
-    alone = engine.generate(asked, PARAMS), engine.generate(asked[:2], LONG)
-    first = engine.submit(asked, PARAMS, waits=True)
-    expected = numbered(alone[0], first) | numbered(alone[1], engine.submit(asked[:2], LONG))
+    alone = generate(engine, asked, PARAMS), generate(engine, asked[:2], LONG)
+    engine.submit(episodes_of(asked, "waits"), PARAMS, waits=True)
+    engine.submit(episodes_of(asked[:2], "long"), LONG)
+    expected = numbered(alone[0], "waits") | numbered(alone[1], "long")
     parts = collect(engine, expected)
     same(parts, expected)
     assert engine.step() == [] == engine.step(), "it does not wait"
-    waiting = [(i, j) for (i, j), done in parts.items()
-               if i < first + len(asked) and done.finish_reason == "stop" and len(done.token_ids) + len(ANSWER) < NEW]
+    waiting = [key for key, done in parts.items() if key.role == "waits" and done.finish_reason == "stop"
+               and len(done.token_ids) + len(ANSWER.token_ids) < NEW]  # yapf: disable
     gone, resumed = waiting[::3], [key for number, key in enumerate(waiting) if number % 3]
     assert gone and len(resumed) > 2
     engine.abort(gone)
@@ -66,23 +73,23 @@ def waiting_holds_up_nobody(engine, asked: list[Request]) -> None:
         with pytest.raises(KeyError):
             engine.resume(key, ANSWER)
     rest = collect(engine, resumed)
-    for i, j in resumed:
-        begun = replace(asked[i - first], seeds=[0], prefixes=[parts[i, j].token_ids + ANSWER])
-        same({(i, j): rest[i, j]}, {(i, j): engine.generate([begun], GREEDY)[0][0]})
+    for key in resumed:
+        begun = replace(asked[key.group], seeds=[0], prefixes=[parts[key].token_ids + ANSWER.token_ids])
+        same({key: rest[key]}, {key: generate(engine, [begun], GREEDY)[0][0]})
     engine.abort(expected)
     assert engine.step() == []
 
 
-def an_abort_returns_what_was_drawn(engine, asked: list[Request]) -> None:
+def an_abort_returns_what_was_drawn(engine, asked: list[Group]) -> None:
     """Of some, while the others go on."""
-    whole = engine.generate(asked, LONG)
-    first = engine.submit(asked, LONG)
-    expected, reported = numbered(whole, first), Parts()
+    whole = generate(engine, asked, LONG)
+    engine.submit(episodes_of(asked), LONG)
+    expected, reported = numbered(whole, "sample"), Parts()
     while not reported:
-        reported |= {(i, j): part for i, j, part in engine.step()}
+        reported |= step(engine)
     gone = [key for key in expected if key not in reported][::2]
     engine.abort(gone)
-    ended = {(i, j): part for i, j, part in engine.step()}
+    ended = step(engine)
     assert gone and ended.keys() == set(gone)
     for key, part in ended.items():
         assert part.token_ids == expected[key].token_ids[:len(part.token_ids)] and len(part.logprobs) == len(
@@ -95,29 +102,29 @@ def an_abort_returns_what_was_drawn(engine, asked: list[Request]) -> None:
     assert engine.step() == []
 
 
-def responses_outlive_an_update(engine, asked: list[Request], update: Callable[[], object]) -> None:
+def responses_outlive_an_update(engine, asked: list[Group], update: Callable[[], object]) -> None:
     """They go on from their tokens. Here with the same weights, so that greedy ones are those of one go."""
-    whole = engine.generate(asked, GREEDY), engine.generate(asked, PARAMS)
-    expected = numbered(whole[0], engine.submit(asked, GREEDY))
-    first = engine.submit(asked, PARAMS, waits=True)
-    parts = {(i, j): part for i, j, part in engine.step()}
+    whole = generate(engine, asked, GREEDY), generate(engine, asked, PARAMS)
+    engine.submit(episodes_of(asked, "greedy"), GREEDY)
+    engine.submit(episodes_of(asked, "waits"), PARAMS, waits=True)
+    expected, parts = numbered(whole[0], "greedy"), step(engine)
     update()
-    keys = [*expected, *numbered(whole[1], first)]
+    keys = [*expected, *numbered(whole[1], "waits")]
     parts |= collect(engine, [key for key in keys if key not in parts])
     update()
     assert engine.step() == []
     same(parts, expected)
     waiting = next(key for key in keys[len(expected):] if parts[key].finish_reason == "stop" and
-                   len(parts[key].token_ids) + len(ANSWER) < NEW)  # yapf: disable
+                   len(parts[key].token_ids) + len(ANSWER.token_ids) < NEW)  # yapf: disable
     engine.resume(waiting, ANSWER)
     assert collect(engine, [waiting])[waiting].token_ids
     engine.abort(keys)
     assert engine.step() == []
 
 
-def a_slow_answer_is_that_of_a_quick_one(engine, asked: list[Request]) -> None:
+def a_slow_answer_is_that_of_a_quick_one(engine, asked: list[Group]) -> None:
     """Some answers come after all other responses have ended."""
-    quick, toy, slow, ended = engine.generate(asked, PARAMS, next_turn=Toy(asked)), Toy(asked), dict(), []
+    quick, toy, slow, ended = generate(engine, asked, PARAMS, next_turn=Toy(asked)), Toy(asked), dict(), []
     most = sum(len(request.seeds) for request in asked)
 
     def arrived(responses) -> None:
@@ -134,12 +141,12 @@ def a_slow_answer_is_that_of_a_quick_one(engine, asked: list[Request]) -> None:
                 answers[number] = slow[i, j][0]
         return answers
 
-    found = engine.generate(asked, PARAMS, on_arrived=arrived, next_turn=answer)
+    found = generate(engine, asked, PARAMS, on_arrived=arrived, next_turn=answer)
     assert len(slow) == 3
-    same(numbered(found, 0), numbered(quick, 0))
+    same(numbered(found, "sample"), numbered(quick, "sample"))
 
 
-def rounds_keep_to_the_protocol(engine, asked: list[Request], update: Callable[[], object]) -> None:
+def rounds_keep_to_the_protocol(engine, asked: list[Group], update: Callable[[], object]) -> None:
     """All of them, one after another: none leaves anything behind."""
     parameters_run_together(engine, asked)
     waiting_holds_up_nobody(engine, asked)

@@ -3,9 +3,10 @@ import torch
 
 from lightrft.config.schema import ModelConfig
 from lightrft.models.loader import load_actor
-from lightrft.rollout import Request, SamplingParams
+from lightrft.rollout import SamplingParams
 from lightrft.tests.support import tiny_vision
 from lightrft.tests.support.engine_rig import EXACT, LARGEST, NEW, STOPS, names_a_fault, requests
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.faulty_sync import OF_STREAMS
 from lightrft.tests.support.media_rig import decoded, MediaRig, ProcessedMedia
 
@@ -56,13 +57,13 @@ class Sees:
     def asked(self, seeds, prefixes=()):
         """Requests for ``rows``."""
         tokenizer = self.source.processor.tokenizer
-        return [Request(self.source.prompt(text, media)["input_ids"][0].tolist(), list(seeds), media, list(prefixes),
-                        tokenizer(text).input_ids if media else []) for text, media in self.rows]  # yapf: disable
+        return [Group(self.source.prompt(text, media)["input_ids"][0].tolist(), list(seeds), media, list(prefixes),
+                      tokenizer(text).input_ids if media else []) for text, media in self.rows]  # yapf: disable
 
     def answers(self):
         """Samples as :meth:`MediaRig.pack` takes them, and the engine's log-probs of each."""
         asked = self.asked(range(3))
-        found = self.engine.generate(asked, SamplingParams(NEW, stop_token_ids=STOPS))
+        found = generate(self.engine, asked, SamplingParams(NEW, stop_token_ids=STOPS))
         return [((request.token_ids, one.token_ids, request.media), one.logprobs)
                 for request, some in zip(asked, found) for one in some]  # yapf: disable
 

@@ -14,7 +14,7 @@ from lightrft.rollout import scheduler
 from lightrft.tests.support.fault_plugin import due
 
 _LONG = os.environ.get("FAULT", "").startswith("long")
-_execute, _share = GPUModelRunner.execute_model, scheduler.share_requests
+_execute, _share = GPUModelRunner.execute_model, scheduler.share_episodes
 
 
 def _strikes() -> str:
@@ -32,10 +32,12 @@ def _harmed(runner: Any, *args: Any, **kwargs: Any) -> Any:
     return _execute(runner, *args, **kwargs)
 
 
-def _lengthened(requests: Any, group: Any) -> Any:
+def _lengthened(episodes: Any, group: Any) -> Any:
     if _LONG and _strikes():
-        requests = [*requests[:-1], replace(requests[-1], token_ids=requests[-1].token_ids * 99)]
-    return _share(requests, group)
+        last = episodes[-1]
+        prompt = replace(last.prompt, token_ids=last.prompt.token_ids * 99)
+        episodes = [replace(each, prompt=prompt) if each.group_id == last.group_id else each for each in episodes]
+    return _share(episodes, group)
 
 
-GPUModelRunner.execute_model, scheduler.share_requests = _harmed, _lengthened
+GPUModelRunner.execute_model, scheduler.share_episodes = _harmed, _lengthened

@@ -83,7 +83,7 @@ def tensors_are_the_trainers(rig):
     """Bit for bit: vLLM computes features of what the trainer's processor made, one tensor per medium and name."""
     compared = set()
     for request in rig.asked([0]):
-        given = rig.vllm.media_tensors(request) if request.media else {}
+        given = rig.vllm.media_tensors(request.prompt) if request.media else {}
         for name in given:
             ours = [made.tensors[name] for made in map(rig.source.tensors, request.media) if name in made.tensors]
             if ours and len(ours) == len(given[name]):

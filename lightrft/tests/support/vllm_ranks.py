@@ -10,18 +10,18 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.fingerprint import Piece, fingerprints
-from lightrft.rollout import Request, SamplingParams, get_engine
-from lightrft.rollout.engine import Completion
+from lightrft.rollout import SamplingParams, get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
+from lightrft.tests.support.episodes import Group, Response, generate
 from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.tests.support.weight_sync_ranks import changed
 
-REQUESTS = [Request(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)]) for i in range(5)]
+REQUESTS = [Group(list(range(5, 12 + 3 * i)), [100 * i + j for j in range(2)]) for i in range(5)]
 GREEDY = SamplingParams(12, 0.0, stop_token_ids=(7, 9, 80))
 SAMPLED = SamplingParams(12, 0.8)
 FIRE = SamplingParams(24, 0.7, stop_token_ids=tuple(range(30, 60)), first_temperature=8.0)
@@ -52,16 +52,16 @@ def counted(engine):
 def stop_early(engine, asked, model, wanted: int) -> None:
     """It stops once every rank has had the requests that it wants; what was cut off goes on, and nothing is lost."""
     steps, reported = counted(engine), []
-    whole, passes = engine.generate(asked, FIRE), len(steps)
-    parts = engine.generate(asked, FIRE, lambda i, _: reported.append(i) or len(reported) >= wanted)
+    whole, passes = generate(engine, asked, FIRE), len(steps)
+    parts = generate(engine, asked, FIRE, lambda i, _: reported.append(i) or len(reported) >= wanted)
     assert len(reported) >= wanted and len(steps) < 2 * passes, "no pass was saved"
     cut = [(i, j) for i, group in enumerate(parts) for j, done in enumerate(group) if done.finish_reason == "abort"]
     assert not {i for i, _ in cut} & set(reported), "a request was called finished"
     rest = [replace(asked[i], seeds=[asked[i].seeds[j]], prefixes=[parts[i][j].token_ids]) for i, j in cut]
-    for (i, j), (more, ) in zip(cut, engine.generate(rest, FIRE), strict=True):
+    for (i, j), (more, ) in zip(cut, generate(engine, rest, FIRE), strict=True):
         begun = parts[i][j]
         assert begun.token_ids == whole[i][j].token_ids[:len(begun.token_ids)] != whole[i][j].token_ids
-        parts[i][j] = Completion(begun.token_ids + more.token_ids, begun.logprobs + more.logprobs, more.finish_reason)
+        parts[i][j] = Response(begun.token_ids + more.token_ids, begun.logprobs + more.logprobs, more.finish_reason)
     for i, (request, group) in enumerate(zip(asked, parts, strict=True)):
         for j, (done, full) in enumerate(zip(group, whole[i], strict=True)):
             assert (i, j) in cut or done.token_ids == full.token_ids, "what was not cut off is another response"
@@ -102,7 +102,7 @@ def from_zero(cfg: ModelConfig, engine, reference: HFEngine, mine: slice) -> Non
     reference.model.load_state_dict(fresh.hf_model.state_dict())
     for version in (3, 4):
         sync_weights(strategy, prepared, engine, version, 1)
-        check(engine.generate(REQUESTS[mine], GREEDY), reference.generate(REQUESTS[mine], GREEDY))
+        check(generate(engine, REQUESTS[mine], GREEDY), generate(reference, REQUESTS[mine], GREEDY))
         strategy.free_full(prepared.model)
         changed(prepared.model)
         changed(reference.model)
@@ -133,13 +133,13 @@ def main(folder: str, tp: int, early: bool) -> None:
             harm_one_copy(engine, names, expected, strategy.rank)
             sync_weights(strategy, prepared, engine, version, 1)
         seen: list[int] = []
-        responses = engine.generate(REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
-        check(responses, reference.generate(REQUESTS[mine], GREEDY))
+        responses = generate(engine, REQUESTS[mine], GREEDY, lambda i, _: seen.append(i))
+        check(responses, generate(reference, REQUESTS[mine], GREEDY))
         assert sorted(seen) == list(range(len(REQUESTS[mine]))), seen
         reports_responses_as_they_end(engine, REQUESTS[mine], replace(SAMPLED, stop_token_ids=tuple(range(4, 40))))
-        sampled = engine.generate(REQUESTS[mine], SAMPLED)
+        sampled = generate(engine, REQUESTS[mine], SAMPLED)
         check(
-            engine.generate(REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])
+            generate(engine, REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])
         turns_of_a_group(engine, reference, REQUESTS, mine, strategy.rank == 0)
         for wanted in ((1, 1), (2, 1), (0, 1)) if early else ():
             stop_early(engine, REQUESTS[mine] if wanted[strategy.rank] else [], alone.hf_model, wanted[strategy.rank])

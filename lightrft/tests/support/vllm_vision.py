@@ -19,6 +19,7 @@ from lightrft.rollout.weight_sync.sync import manifest
 from lightrft.rollout.weight_sync.verify import WeightSyncError
 from lightrft.tests.support import tiny_vision, vllm_media
 from lightrft.tests.support.engine_rig import frozen_weights_come_once, LARGEST, NEW, STOPS
+from lightrft.tests.support.episodes import generate
 from lightrft.tests.support.media_rig import MediaRig
 from lightrft.tests.support.vision_rig import (faults_are_named, parts_change_apart, PROJECTORS, TOWER, Sees,
                                                weights_arrive)
@@ -38,14 +39,14 @@ def prompts_are_processed_once(rig):
     rig.vllm.native.renderer._mm_processor_only_cache.clear_cache()
     rig.source.tensors, params = lru_cache(rig.source._process), SamplingParams(NEW, stop_token_ids=STOPS)
     with patch.object(Qwen2VLImageProcessor, "preprocess", autospec=True, side_effect=processed) as count:
-        found = rig.vllm.generate(asked, params)
+        found = generate(rig.vllm, asked, params)
         rig.scores([(one.token_ids, [5], one.media) for one in asked])
         assert count.call_count == rig.source.opened - opened == 3
     _same_tensors(rig, asked)
     begun = [dataclasses.replace(request, prefixes=[one.token_ids[:4] for one in some])
              for request, some in zip(rig.asked(range(8)), found)]  # yapf: disable
     begun[0].prefixes[0].append(rig.actor.modality.tokens["image"])
-    resumed = rig.vllm.generate(begun, params)
+    resumed = generate(rig.vllm, begun, params)
     samples = [(request.token_ids, prefix + one.token_ids, request.media) for request, some in zip(begun, resumed)
                for prefix, one in zip(request.prefixes, some)]
     exp = MediaRig.pack(samples)
@@ -61,7 +62,7 @@ def prompts_are_processed_once(rig):
 def _same_tensors(rig, asked):
     """vLLM's are those of the trainer, and in the same memory."""
     for request in (one for one in asked if one.media):
-        theirs = rig.vllm.media_tensors(request)
+        theirs = rig.vllm.media_tensors(request.prompt)
         assert {*theirs} == {"pixel_values", "image_grid_thw"}
         for name, tensors in theirs.items():
             ours = [rig.source.tensors(key).tensors[name] for key in request.media]
@@ -72,7 +73,7 @@ def other_tokens_are_refused(rig):
     """A prompt that vLLM expands in another way than the trainer."""
     request = rig.asked([0])[0]
     with pytest.raises(UserError, match="differently; use --engine_type hf"):
-        rig.vllm.generate([dataclasses.replace(request, token_ids=request.token_ids + [7])], SamplingParams(2))
+        generate(rig.vllm, [dataclasses.replace(request, token_ids=request.token_ids + [7])], SamplingParams(2))
 
 
 def prompts_are_compared(rig):

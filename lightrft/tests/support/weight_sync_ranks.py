@@ -7,17 +7,18 @@ from lightrft.config.schema import ModelConfig, RolloutConfig, StrategyConfig
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout import Request, SamplingParams, get_engine
+from lightrft.rollout import SamplingParams, get_engine
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync_verifier
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.types import Prompt
 from lightrft.utils.timer import Timer
 
 PARAMS = SamplingParams(12, stop_token_ids=tuple(range(40, 52)))
-REQUESTS = [Request([5 + i, 60, 70 + 2 * i], [100 * i + j for j in range(3)]) for i in range(6)]
+REQUESTS = [Group([5 + i, 60, 70 + 2 * i], [100 * i + j for j in range(3)]) for i in range(6)]
 
 
 def flat(groups):
@@ -94,14 +95,14 @@ def main(folder: str, config: StrategyConfig) -> None:
         seconds = sync_weights(strategy, prepared, engine, version, bucket_mib, proof)
         assert proof.check(version)["rollout/canary_gap"] < 1e-5
         assert 0 < seconds < 60 and engine.weight_version == version, (seconds, engine.weight_version)
-        expected = reference.generate(REQUESTS, PARAMS)
-        assert equal(flat(engine.generate(REQUESTS[mine], PARAMS)), flat(expected[mine])), f"version {version} differs"
+        expected = generate(reference, REQUESTS, PARAMS)
+        assert equal(flat(generate(engine, REQUESTS[mine], PARAMS)), flat(expected[mine])), f"version {version} differs"
         engine.sleep()
         engine.wake()
         strategy.free_full(prepared.model)
         changed(prepared.model)
         changed(alone)
-        assert not equal(flat(reference.generate(REQUESTS, PARAMS)), flat(expected)), "the change changes nothing"
+        assert not equal(flat(generate(reference, REQUESTS, PARAMS)), flat(expected)), "the change changes nothing"
     faulty_gather(strategy, prepared, engine, proof)
     lora(folder, strategy)
     strategy.barrier()

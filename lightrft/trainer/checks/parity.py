@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightrft.models.packed_model import PackedModel
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout.engine import Request, RolloutEngine, ShowsMedia, ShowsPositions
+from lightrft.rollout.engine import RolloutEngine, ShowsMedia, ShowsPositions
 from lightrft.rollout.weight_sync.verify import Canary
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.types import Prompt
@@ -53,26 +53,26 @@ def _compared(canary: Canary, model: PackedModel) -> str:
     Raises:
         UserError: they differ.
     """
-    request, modality = Request.of(canary.prompts[0], [0]), model.modality
-    grids = _grids_of(model, request)
-    _compare_grids(canary.engine, request, grids)
-    ours = modality.prompt_positions(model.hf_model, request.token_ids, request.media)
-    _compare_positions(canary.engine, request, ours)
+    prompt, modality = canary.prompts[0], model.modality
+    grids = _grids_of(model, prompt)
+    _compare_grids(canary.engine, prompt, grids)
+    ours = modality.prompt_positions(model.hf_model, prompt.token_ids, prompt.media)
+    _compare_positions(canary.engine, prompt, ours)
     scored, reported = canary.scores()  # compares tokens too: of the trainer with features, of the engine with its own
     gaps = canary.of_all_ranks((scored - reported).abs().max().item())
     if not max(gaps) <= canary.at_start:
         raise UserError(f"the log-prob of the first token is {reported[0]:.5f} for the engine and {scored[0]:.5f} for "
                         f"the trainer (largest gap of a rank: {max(gaps):.3g}): they do not see the same media; use "
                         "another --engine_type")
-    tokens = sum(request.token_ids.count(token) for token in {*modality.tokens.values()})  # kinds may share one
-    return (f"{len(request.token_ids)} tokens, {tokens} of them for {len(request.media)} media{_described(grids)}, "
-            f"positions to {len(request.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob "
+    tokens = sum(prompt.token_ids.count(token) for token in {*modality.tokens.values()})  # kinds may share one
+    return (f"{len(prompt.token_ids)} tokens, {tokens} of them for {len(prompt.media)} media{_described(grids)}, "
+            f"positions to {len(prompt.token_ids) - 1 if ours is None else int(ours.max())}, first log-prob "
             f"{reported[0]:.5f} and {scored[0]:.5f}")
 
 
-def _grids_of(model: PackedModel, request: Request) -> dict[str, list[list[int]]]:
+def _grids_of(model: PackedModel, prompt: Prompt) -> dict[str, list[list[int]]]:
     """Return the grids of patches, or sizes, of the media of a prompt that have one, by the processor's name."""
-    media = [] if model.modality.media is None else map(model.modality.media.tensors, request.media)
+    media = [] if model.modality.media is None else map(model.modality.media.tensors, prompt.media)
     found: dict[str, list[list[int]]] = {}
     for one in media:
         for name, tensor in one.tensors.items():
@@ -90,10 +90,10 @@ def _described(grids: dict[str, list[list[int]]]) -> str:
     return f" of {', '.join(rows)}" if rows else ""
 
 
-def _compare_grids(engine: RolloutEngine, request: Request, ours: dict[str, list[list[int]]]) -> None:
+def _compare_grids(engine: RolloutEngine, prompt: Prompt, ours: dict[str, list[list[int]]]) -> None:
     """Compare the grids or sizes of media, where the engine has its own; for a Pixtral tower vLLM keeps no sizes, but
     pictures [3, height, width] that are cut to them."""
-    theirs = engine.media_tensors(request) if isinstance(engine, ShowsMedia) else {}
+    theirs = engine.media_tensors(prompt) if isinstance(engine, ShowsMedia) else {}
     cut = [one for some in theirs.values() for one in some if one.dim() == 3]
     for name, rows in ours.items():
         found = _rows(theirs[name]) if name in theirs else [[*one.shape[1:]] for one in cut]
@@ -101,12 +101,12 @@ def _compare_grids(engine: RolloutEngine, request: Request, ours: dict[str, list
             raise UserError(f"{name} is {found} for the engine and {rows} for the trainer; use another --engine_type")
 
 
-def _compare_positions(engine: RolloutEngine, request: Request, ours: Tensor | None) -> None:
+def _compare_positions(engine: RolloutEngine, prompt: Prompt, ours: Tensor | None) -> None:
     """Compare positions [3, L] of a prompt, where the engine has its own."""
     if not isinstance(engine, ShowsPositions):
         return
-    theirs = engine.positions(request)
-    index = torch.arange(len(request.token_ids)).expand(3, -1)
+    theirs = engine.positions(prompt)
+    index = torch.arange(len(prompt.token_ids)).expand(3, -1)
     left, right = (index if each is None else each for each in (theirs, ours))
     if left.shape != right.shape or not torch.equal(left, right):
         if left.shape != right.shape:

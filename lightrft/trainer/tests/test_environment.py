@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
-from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs
 from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.trainer.environment import next_turn, Reply
@@ -117,7 +116,7 @@ def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path
     made.sync_weights(0)
     response, *_ = made.maker.open(0, made.loader.dataset[0], "draw")
     begun = made.tokenizer.encode("b" + ANSWER)
-    response.add(Completion(begun[:1], [-1.0], "abort"), 0)
+    response.add(Segment(begun[:1], [-1.0], version=0), "abort")
     response.give(begun[1:])
     made.prepared["actor"].model.eval()
     made.maker.advance([response], 1, set())

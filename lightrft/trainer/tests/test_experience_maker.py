@@ -6,13 +6,12 @@ import torch
 
 from lightrft.rewards.base import Outcome
 from lightrft.rollout import scheduler
-from lightrft.rollout.engine import Completion
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.boundary_tokenizers import byte_level, metaspace
 from lightrft.trainer import fast_exp_maker
 from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
 from lightrft.trainer.samples import decode, sample_seed, stop_token_ids
-from lightrft.types import Batch, Episode, Prompt
+from lightrft.types import Batch, Episode, Prompt, Segment
 
 
 def rollout(made, step=0, maker=None):
@@ -125,7 +124,7 @@ def test_old_logprobs_are_skipped_only_where_the_update_gives_them(home, tmp_pat
 def test_media_keys_reach_the_engine_which_takes_text_only(home, tmp_path):
     made = runs.ready(home, tmp_path)
     prompts = [replace(prompt, media=("cat.png", "dog.wav")) for _, prompt in made.loader.draw(1)]
-    with pytest.raises(ValueError, match=r"request 0 has media \(cat.png, dog.wav\); the HF engine takes text only"):
+    with pytest.raises(ValueError, match=r"prompt 0 has media \(cat.png, dog.wav\); the HF engine takes text only"):
         made.maker.make(prompts, 1)
 
 
@@ -140,8 +139,9 @@ def test_samples_and_packing():
     tokenizer = tiny.tokenizer()
     prompt = Prompt("u", tokenizer.encode("ab"), "ab", media=("cat.png", ))
     eos, body = tokenizer.eos_token_id, tokenizer.encode("xyz")
-    done = [Completion([*body, eos], [-0.1, -0.2, -0.3, -0.4], "stop"), Completion(body[:2], [-1.0, -2.0], "length")]
-    samples = decode(tokenizer, [Episode.of(prompt, 5, j, each, 7) for j, each in enumerate(done)])
+    done = [(Segment([*body, eos], [-0.1, -0.2, -0.3, -0.4], version=7), "stop"),
+            (Segment(body[:2], [-1.0, -2.0], version=7), "length")]  # yapf: disable
+    samples = decode(tokenizer, [Episode.of(prompt, 5, j, *each) for j, each in enumerate(done)])
     assert [s.text for s in samples] == ["xyz", "xy"], "the end token is no text, and a cut response keeps its own"
     assert samples[0].token_ids[-1] == eos and samples[0].loss_mask == [False] * 2 + [True] * 4
     exp = Batch.of(samples)
@@ -159,18 +159,18 @@ def test_a_response_keeps_the_blank_that_it_begins_with(tokenizer, context):
     prompt = Prompt("u", tokenizer.encode(context), context)
     vocab = tokenizer.get_vocab()
     blank, letter = vocab["\u2581" if "\u2581" in vocab else "\u0120"], vocab["2"]
-    done = [Completion([*body, tokenizer.eos_token_id], [0.0] * (len(body) + 1), "stop")
+    done = [Segment([*body, tokenizer.eos_token_id], [0.0] * (len(body) + 1))
             for body in ([blank, letter], [letter], [])]  # yapf: disable
-    texts = [each.text for each in decode(tokenizer, [Episode.of(prompt, 0, 0, each, 0) for each in done])]
+    texts = [each.text for each in decode(tokenizer, [Episode.of(prompt, 0, 0, each, "stop") for each in done])]
     stripped = not context and tokenizer.decode([blank]) == ""  # nothing is before it
     assert texts == ["2" if stripped else " 2", "2", ""]
 
 
 def test_a_response_of_two_turns_has_two_runs_in_the_mask():
     prompt = Prompt("u", [5, 6], "ab")
-    episode = Episode.of(prompt, 0, 0, Completion([7, 8], [-0.1, -0.2], "stop"), 3)
+    episode = Episode.of(prompt, 0, 0, Segment([7, 8], [-0.1, -0.2], version=3), "stop")
     episode.give([20, 21])
-    episode.add(Completion([9], [-0.3], "length"), 3)
+    episode.add(Segment([9], [-0.3], version=3), "length")
     exp = Batch.of([episode])
     assert exp.loss_mask.tolist() == [False, False, True, True, False, False, True]
     assert exp.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3] and torch.equal(exp.drawn, exp.loss_mask)
@@ -180,8 +180,9 @@ def test_a_response_of_two_turns_has_two_runs_in_the_mask():
 def test_end_tokens_of_the_generation_config_are_no_text_and_stop_strings_are():
     tokenizer = tiny.tokenizer()
     end, body = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.encode("xyz")
-    prompt, done = Prompt("u", tokenizer.encode("ab"), "ab"), Completion([*body, end], [0.0] * 4, "stop")
-    ended, cut = (Episode.of(prompt, 0, 0, each, 0) for each in (done, Completion(body, [0.0] * 3, "length")))
+    prompt = Prompt("u", tokenizer.encode("ab"), "ab")
+    ended = Episode.of(prompt, 0, 0, Segment([*body, end], [0.0] * 4), "stop")
+    cut = Episode.of(prompt, 0, 0, Segment(body, [0.0] * 3), "length")
     assert decode(tokenizer, [ended])[0].text == "xyz"
     assert decode(tokenizer, [ended], stop=(end, ))[0].text == "xyz<|im_start|>"
     assert decode(tokenizer, [cut])[0].text == "xyz"

@@ -7,16 +7,17 @@ import torch
 from lightrft.algorithms import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.rewards.base import Outcome
-from lightrft.rollout.engine import Request, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.strategy.mesh import Mesh
 from lightrft.tests.support import runs
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.fast_exp_maker import GreedyBaseline
 from lightrft.trainer.samples import decode
 from lightrft.trainer.scores import fill_rewards, log_row
 from lightrft.trainer.samples import reward_input
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
-from lightrft.types import Episode, Prompt
+from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.score import Score
 
 no_picture = runs.no_picture
@@ -37,8 +38,9 @@ def greedy_texts(made):
                             stop_token_ids=made.maker.sampling.stop_token_ids)
     made.engine.wake()
     for prompt in [made.loader.dataset[i] for i in range(4)]:
-        done = made.engine.generate([Request(prompt.token_ids, [7])], params)[0]
-        yield decode(made.tokenizer, [Episode.of(prompt, 0, 0, done[0], 0)], params.stop_token_ids)[0]
+        done = generate(made.engine, [Group(prompt.token_ids, [7])], params)[0]
+        episode = Episode.of(prompt, 0, 0, Segment(done[0].token_ids, done[0].logprobs), done[0].finish_reason)
+        yield decode(made.tokenizer, [episode], params.stop_token_ids)[0]
 
 
 def test_the_baseline_is_the_reward_of_the_greedy_response(home, tmp_path):

@@ -29,7 +29,6 @@ from lightrft.datasets.media import find_medium, MediaRules
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.models.actor_modality import MediaModality
-from lightrft.rollout.engine import Request
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import media_runs, tiny, tiny_vision
 from lightrft.tests.support.media_rig import ProcessedMedia
@@ -223,18 +222,18 @@ def test_sizes_of_pictures_are_compared(family, tmp_path):
     rig = tiny_vision.FAMILIES[family]
     rig.save(tmp_path, True)
     source = ProcessedMedia(tmp_path, rig.placeholders)
-    request = Request([5], [0], media=("image:0", "image:2"))
-    ours = _grids_of(SimpleNamespace(modality=SimpleNamespace(media=source)), request)
+    prompt = Prompt("", [5], "", media=("image:0", "image:2"))
+    ours = _grids_of(SimpleNamespace(modality=SimpleNamespace(media=source)), prompt)
     assert list(ours) == ["image_sizes"] and len({*map(tuple, ours["image_sizes"])}) == 2
     sizes = ours["image_sizes"]
     kept = {"image_sizes": torch.tensor(sizes).unbind()}
     shown = kept if family == "llava_next" else {"any name": [torch.zeros(3, *size) for size in sizes]}
-    engine = SimpleNamespace(media_tensors=lambda request: shown)
-    _compare_grids(engine, request, ours)
+    engine = SimpleNamespace(media_tensors=lambda prompt: shown)
+    _compare_grids(engine, prompt, ours)
     shown = {name: some[::-1] for name, some in shown.items()}
     first, second = sizes
     with pytest.raises(UserError, match=re.escape(f"image_sizes is {[second, first]} for the engine and {sizes} for")):
-        _compare_grids(engine, request, ours)
+        _compare_grids(engine, prompt, ours)
 
 
 def prefetched(trainer):

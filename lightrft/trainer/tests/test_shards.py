@@ -13,7 +13,6 @@ from lightrft.algorithms import ADVANTAGES
 from lightrft.tests.support.ragged import ours
 from lightrft.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from lightrft.ops.segment import group_stats
-from lightrft.rollout.engine import Completion
 from lightrft.strategy.base import Prepared
 from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
@@ -273,8 +272,8 @@ def unfinished(number):
     """A group of two responses, of which the second has begun."""
     group = Episode.group(Prompt(f"{number}", [1, 2], "p"), number, group_seeds(Config(), "draw", number)[:SIZE])
     finished, begun = group
-    finished.add(Completion([number + 10, 3], [-1.0, -2.0], "stop"), 4)
-    begun.add(Completion([7], [-3.0], "abort"), 4)
+    finished.add(Segment([number + 10, 3], [-1.0, -2.0], version=4), "stop")
+    begun.add(Segment([7], [-3.0], version=4), "abort")
     return group
 
 

@@ -1,31 +1,11 @@
-"""Unfinished responses of the HF engine, on the host: what they have so far, and who waits for what."""
+"""Responses of the HF engine that wait for a slot, for an answer, or for their next token after one."""
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from itertools import count
 
-from torch import Tensor
-
-from lightrft.rollout import open_responses
-from lightrft.rollout.engine import Generated, Key, Request, SamplingParams
-from lightrft.rollout.open_responses import prefixes_of
-
-
-@dataclass(eq=False)
-class OpenPrompt(open_responses.OpenPrompt):
-    """A prompt with unfinished responses."""
-    responses: list["OpenResponse"] = field(default_factory=list)  # those that never had a slot
-    left: int = 0  # unfinished responses
-    slot: int = -1  # prompt slot, -1: none
-    shift: int = 0  # position after the prompt, less its length (M-RoPE)
-    logits: Tensor | None = None  # [1, V] after the prompt, while some of its samples have not found a slot
-
-
-@dataclass(eq=False)
-class OpenResponse(open_responses.OpenResponse):
-    """An unfinished response. ``token_ids`` are those on the host: a slot may have drawn more. ``unreported``: of what
-    it has drawn since its last report, that in slots that it has lost."""
-    prompt: OpenPrompt
-    slot: int = -1  # row of the cache, -1: none
+from lightrft.rollout.engine import Generated, SamplingParams
+from lightrft.rollout.open_responses import opened, OpenPrompt, OpenResponse
+from lightrft.types import Episode, Key, Segment
 
 
 class ResponseQueue:
@@ -45,19 +25,20 @@ class ResponseQueue:
         self.shared: OpenPrompt | None = None
         self.answered: list[OpenResponse] = []
         self.parked: dict[Key, OpenResponse] = {}
+        self._submitted = count()
 
-    def submit(self, requests: list[Request], params: SamplingParams, waits: bool, first: int) -> None:
-        """Append requests, whose numbers count from ``first``."""
-        prompts = []
-        for number, request in enumerate(requests, first):
-            prompt = OpenPrompt(request, left=len(request.seeds))
-            prompt.responses = [
-                OpenResponse((number, j), prompt, seed, params, waits, prefix)
-                for j, (seed, prefix) in enumerate(zip(request.seeds, prefixes_of(request), strict=True))
-            ]
-            self.open |= {response.key: response for response in prompt.responses}
-            prompts += [prompt] if prompt.responses else []
-        self.prompts.extend(sorted(prompts, key=lambda prompt: (not any(prompt.request.prefixes), -prompt.length)))
+    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool) -> None:
+        """Append unfinished episodes."""
+        begun, fresh = list[OpenPrompt](), list[OpenPrompt]()
+        for group in opened(episodes, params, waits):
+            for response in group:
+                response.order = next(self._submitted)
+            self.open |= {response.key: response for response in group}
+            prompt = group[0].prompt
+            prompt.responses = group
+            (begun if any(response.token_ids for response in group) else fresh).append(prompt)
+        for prompts in (begun, fresh):
+            self.prompts.extend(sorted(prompts, key=lambda prompt: -prompt.length))
 
     @property
     def waiting(self) -> int:
@@ -92,7 +73,7 @@ class ResponseQueue:
     def _unfinished(self, responses: Iterable[OpenResponse]) -> list[OpenResponse]:
         return [response for response in responses if response.key in self.open]
 
-    def resume(self, key: Key, token_ids: list[int], params: SamplingParams | None) -> None:
+    def resume(self, key: Key, given: Segment, params: SamplingParams | None) -> None:
         """Append an answer to a parked response, which then waits for its next token.
 
         Raises:
@@ -100,7 +81,7 @@ class ResponseQueue:
             ValueError: after the answer no token could be drawn.
         """
         response = self.parked[key]
-        response.append(token_ids, params)
+        response.append(given, params)
         del self.parked[key]
         (self.answered if response.slot >= 0 else self.resuming).append(response)
 
