@@ -33,13 +33,14 @@ from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf import continuous_batching
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import Shape, StepGraphs
-from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec
+from lightrft.rollout.hf.cache_plan import KVPlan, KVSpec
+from lightrft.rollout.hf.kv_cache import KVCache
 from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.workspace import Sizes, Workspace
 from lightrft.types import Episode, Prompt
 
 CPU = torch.device("cpu")
-SPEC = KVSpec(layers=1, heads=1, dim=1, dtype=torch.float32)
+SPEC = KVSpec(layers=(0, ), heads=1, dim=1, dtype=torch.float32)
 MORE, END = 0, 1  # the vocabulary
 WEIGHTS = 80_000  # of Qwen2.5 0.5B in bfloat16, in tokens of its cache
 OTHER = 3  # replays that an eager step takes, and a capture

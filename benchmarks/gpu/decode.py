@@ -7,7 +7,8 @@ from torch import Tensor
 
 from benchmarks.gpu.store import Row
 from benchmarks.gpu.timing import replayed, takes_triton
-from lightrft.rollout.hf.kv_cache import Decode, KVCache, KVPlan, KVSpec
+from lightrft.rollout.hf.cache_plan import KVPlan, KVSpec
+from lightrft.rollout.hf.kv_cache import Decode, KVCache
 
 LAYERS = 8  # their keys and values together do not stay in the caches of a GPU
 CHECKED = 4  # rows that are compared with float64
@@ -22,7 +23,8 @@ def decode_row(sizes: dict[str, Any], device: torch.device, prompts: int, sample
     """
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     dim, rows = sizes["hidden_size"] // heads, prompts * samples
-    cache = KVCache(KVSpec(LAYERS, kv_heads, dim, torch.bfloat16), KVPlan(prompts, prompt, rows, own), device)
+    cache = KVCache(KVSpec(tuple(range(LAYERS)), kv_heads, dim, torch.bfloat16), KVPlan(prompts, prompt, rows, own),
+                    device)
     for store in (cache.prompts, cache.rows):
         store.data.normal_()
     packed = torch.randn(rows, kv_heads, heads // kv_heads + 2, dim, device=device, dtype=torch.bfloat16)
@@ -35,7 +37,7 @@ def decode_row(sizes: dict[str, Any], device: torch.device, prompts: int, sample
         view = Decode(cache, one_kernel)
         view.arrange(
             np.arange(prompts).repeat(samples), np.full(rows, prompt), (rows, prompts, samples, prompt), stay=True)
-        view.advance(torch.full((rows, ), own - 1, device=device), own)
+        view.advance(torch.full((rows, ), own - 1, device=device), own, torch.ones(rows, device=device))
         seconds = replayed(lambda: [view.attend_packed(i, None, None, packed) for i in range(LAYERS)],
                            device)  # noqa: B023
         row |= {f"{name}, us": seconds / LAYERS * 1e6, f"{name}, error": error(view, packed, samples)}

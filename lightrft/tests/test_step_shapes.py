@@ -9,14 +9,15 @@ import torch
 
 from benchmarks.decode_graphs import simulate, spread
 from lightrft.rollout.hf.decode_graph import Shape, Shapes
-from lightrft.rollout.hf.kv_cache import Decode, KVCache, KVPlan, KVSpec, sizes
+from lightrft.rollout.hf.cache_plan import KVPlan, KVSpec
+from lightrft.rollout.hf.kv_cache import Decode, KVCache, sizes
 
 
 @pytest.mark.parametrize("more", [(4, 0, 0, 0, 0), (0, 2, 0, 0, 0), (0, 0, 3, 0, 0), (0, 0, 0, 5, 0), (0, 0, 0, 0, 9),
                                   (4, 2, 3, 5, 9)])  # yapf: disable
 def test_rows_attend_in_a_larger_shape_as_in_their_own(more):
     """What is padded is random numbers."""
-    cache = KVCache(KVSpec(1, 2, 8, torch.float32), KVPlan(6, 12, 12, 20), torch.device("cpu"))
+    cache = KVCache(KVSpec((0, ), 2, 8, torch.float32), KVPlan(6, 12, 12, 20), torch.device("cpu"))
     slots, lengths, columns = np.array([3, 0, -1, 3, 1]), np.array([7, 5, 0, 7, 2]), torch.arange(12) % 9
     query, key, value = (torch.randn(1, heads, 12, 8) for heads in (6, 2, 2))
     packed = torch.randn(12, 2, 5, 8)
@@ -26,7 +27,7 @@ def test_rows_attend_in_a_larger_shape_as_in_their_own(more):
     def attended(shape):
         decode = Decode(cache)
         decode.arrange(slots, lengths, shape[:-1])
-        decode.advance(columns[:shape.rows], shape.width)
+        decode.advance(columns[:shape.rows], shape.width, torch.ones(shape.rows))
         inputs = (x[:, :, :shape.rows] for x in (query, key, value))
         plain = decode.attend(0, *inputs, scaling=None, window=6)[0].flatten(1)
         fused = decode.attend_packed(0, None, None, packed[:shape.rows])

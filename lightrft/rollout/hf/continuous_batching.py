@@ -157,6 +157,7 @@ class Generation:
         """Assign slots to responses and draw a token for each; ``logits`` [k, V] are those after their prompts."""
         fresh = np.array([not response.token_ids for response in responses])
         new, begun = ([responses[i] for i in np.flatnonzero(chosen)] for chosen in (fresh, ~fresh))
+        self.cache.fork([response.prompt.slot for response in new], slots[fresh])
         ended = self._draw(new, slots[fresh], logits[self.slots.upload(np.flatnonzero(fresh))]) if new else []
         return ended + (self._draw(begun, slots[~fresh], self._restore(begun, slots[~fresh])) if begun else [])
 
@@ -252,7 +253,7 @@ class Generation:
     def _compute(self, live: int, width: int) -> Tensor:
         """Run the device's part of a step: rows below ``live``, responses below ``width``; return which ended."""
         state = self.state[:, :live]
-        self.decode.advance(state[_COLUMN], width)
+        self.decode.advance(state[_COLUMN], width, state[ALIVE])
         logits = self.decode_pass(state[_TOKEN, None], state[_POSITION, None], self.decode)
         noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
         seen = None if self.seen is None else self.seen[:live]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.engines import HF_GRAPHS
-from lightrft.rollout.hf.kv_cache import KVPlan
+from lightrft.rollout.hf.cache_plan import KVPlan
 from lightrft.utils.errors import CaptureException
 from lightrft.utils.logging import get_logger
 

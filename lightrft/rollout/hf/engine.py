@@ -25,7 +25,8 @@ from lightrft.rollout.engine import Generated, SamplingParams, check_episodes, s
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
 from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
-from lightrft.rollout.hf.kv_cache import KVCache, KVPlan, KVSpec, probe_spec
+from lightrft.rollout.hf.cache_plan import KVPlan, KVSpec, probe_spec
+from lightrft.rollout.hf.kv_cache import KVCache
 from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
 from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.workspace import covering, Sizes, Workspace
@@ -235,15 +236,16 @@ class HFEngine:
         sizes, new = Counter(response.prompt for response in opened), max(one.params.max_new_tokens for one in opened)
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
-        prompt, token = max(prompt.length for prompt in sizes), self._probe()[0].bytes_per_token
+        prompt, token = max(prompt.length for prompt in sizes), (spec := self._probe()[0]).bytes_per_token
         fit = partial(KVPlan.fit, self.kv_bytes // token, list(sizes.values()), length=max(1, new - 1),
-                      most=self.max_seqs)
+                      most=self.max_seqs, state=spec.tokens_per_sequence)
         plan = fit(prompt)
         if plan.slots < 1:
-            raise UserError(f"one sequence of {prompt} prompt + {new} new tokens needs "
-                            f"{(prompt + new - 1) * token / _MIB:.1f} MiB of key-value cache, the "
-                            f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
-                            f"--generate_max_len")
+            raise UserError(
+                f"one sequence of {prompt} prompt + {new} new tokens needs "
+                f"{(prompt + new - 1 + 2 * spec.tokens_per_sequence) * token / _MIB:.1f} MiB of key-value cache, the "
+                f"budget is {self.kv_bytes / _MIB:.1f} MiB: raise --engine_kv_mib or lower "
+                f"--generate_max_len")
         padded = fit(padded_width(prompt, _ANY)) if self._device.type == "cuda" else plan
         return padded if padded.slots == plan.slots else plan
 

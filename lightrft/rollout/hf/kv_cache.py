@@ -4,95 +4,22 @@ A prompt is stored and read once for all its samples; each sample's own row hold
 
 The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of the view that the engine passes as the
 ``kv_cache`` keyword of the model: :class:`Prefill` for whole sequences, :class:`Decode` for one token per live row.
+Layers with state call ``mix`` of the same view (:mod:`lightrft.rollout.hf.states`).
 """
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention import PackedLayout, packed_attention
-from lightrft.utils.errors import UserError
+from lightrft.models.state_rows import Layer
+from lightrft.rollout.hf.cache_plan import KVPlan, KVSpec
+from lightrft.rollout.hf.states import Runs, runs_of, StateStore
 from lightrft.utils.tensors import upload
 
-_LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
 _BLAS = 400  # multiplications of one product of a batch, below which PyTorch takes a slow loop of its own instead
 _ENGINE = nn.Identity()  # stands for the calling layer, which only error messages name
-
-
-@dataclass(frozen=True)
-class KVSpec:
-    """Cache size of one token: layers x (key, value) x heads x dim."""
-    layers: int
-    heads: int
-    dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return self.layers * 2 * self.heads * self.dim * self.dtype.itemsize
-
-
-class LayerProbe:
-    """View of a cache that stores nothing: it records what each attention layer would, and returns its queries."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
-               softcap: float | None = None) -> Tensor:
-        """Record the layer's shape and dtype."""
-        if key.shape != value.shape:
-            raise UserError(f"the HF engine needs keys and values of one shape, "
-                            f"got {list(key.shape)} and {list(value.shape)}")
-        self.shapes[layer] = (key.shape[1], key.shape[3], value.dtype)
-        return query.transpose(1, 2)
-
-
-@torch.no_grad()
-def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
-    """Run one token through ``model`` and record what its attention layers would cache."""
-    probe = LayerProbe()
-    zero = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    modality.logits(model, 0, input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
-    shapes = set(probe.shapes.values())
-    if len(shapes) != 1 or sorted(probe.shapes) != list(range(len(probe.shapes))):
-        raise UserError(f"the HF engine needs packed attention with equal key shapes in every layer; "
-                        f"this {type(model).__name__} "
-                        f"shows {probe.shapes or 'no attention layer at all'}")
-    return KVSpec(len(probe.shapes), *shapes.pop())
-
-
-@dataclass(frozen=True)
-class KVPlan:
-    """Cache of ``prompts`` prompt slots of ``prompt_len`` tokens, and ``slots`` response rows of ``length`` tokens."""
-    prompts: int
-    prompt_len: int
-    slots: int
-    length: int
-
-    @classmethod
-    def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int, most: int = 0) -> "KVPlan":
-        """Plan the most rows that fit in ``tokens`` (perhaps 0), for prompts of ``sizes`` samples each; at most
-        ``most``, if that is not 0."""
-        mean = sum(sizes) / max(1, int(np.count_nonzero(sizes))) or 1
-
-        def plan(slots: int) -> KVPlan:
-            live = int(np.ceil(_LIVE_PROMPTS * slots / mean))
-            return cls(min(live, slots, len(sizes)), prompt_len, slots, length)
-
-        rows = range(1, min(max(1, sum(sizes)), most or sum(sizes)) + 1)
-        return plan(bisect_right(rows, tokens, key=lambda slots: plan(slots).tokens))
-
-    @property
-    def tokens(self) -> int:
-        """Capacity in tokens."""
-        return self.prompts * self.prompt_len + self.slots * self.length
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -104,11 +31,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Store:
-    """Keys and values of ``count`` sequences: ``data`` [layers, 2, count, heads, length, dim]."""
+    """Keys and values of ``count`` sequences, ``data`` [layers, 2, count, heads, length, dim], and their ``states``.
+
+    Layers are named by their index in the model, where some may have no attention.
+    """
 
     def __init__(self, spec: KVSpec, count: int, length: int, device: torch.device) -> None:
-        self.data = _zeros((spec.layers, 2, count, spec.heads, length, spec.dim), spec.dtype, device)
-        self._flat = [layer.unbind() for layer in self.data.flatten(2, 4).unbind()]
+        self.data = _zeros((len(spec.layers), 2, count, spec.heads, length, spec.dim), spec.dtype, device)
+        self.layers = dict(zip(spec.layers, self.data.unbind()))
+        self._flat = dict(zip(spec.layers, [layer.unbind() for layer in self.data.flatten(2, 4).unbind()]))
+        self.states = StateStore(spec.states, count, device)
         self.first = torch.arange(0, count * spec.heads * length, length, device=device).view(count, spec.heads)
 
     def write(self, layer: int, index: Tensor, *new: Tensor) -> None:
@@ -118,13 +50,23 @@ class Store:
 
     def write_pairs(self, layer: int, index: Tensor, new: Tensor) -> None:
         """Write a layer's keys and values together: [n, 2, dim] at ``index`` [n], as in :meth:`write`."""
-        pairs = self.data[layer].flatten(1, 3)
+        pairs = self.layers[layer].flatten(1, 3)
         pairs.transpose(0, 1).index_put_((index, ), new)
 
-    def views(self, count: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    def views(self, count: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys [count * heads, dim, length] and values [count * heads, length, dim] of each layer."""
         parts = self.data[:, :, :count, :, :length].flatten(2, 3)
-        return list(zip(parts[:, 0].mT.unbind(), parts[:, 1].unbind()))
+        return dict(zip(self.layers, zip(parts[:, 0].mT.unbind(), parts[:, 1].unbind())))
+
+    def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
+        """Let sequences ``target`` have what ``source`` have, the first ``length`` tokens (None: all)."""
+        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+        self.states.copy(self.states, source, target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states."""
+        return self.data.nbytes + self.states.nbytes
 
 
 class KVCache:
@@ -135,6 +77,16 @@ class KVCache:
         self.prompts = Store(spec, plan.prompts, plan.prompt_len, device)
         self.rows = Store(spec, plan.slots, plan.length, device)
 
+    def fork(self, prompts: list[int], slots: np.ndarray) -> None:
+        """Let rows ``slots`` begin with the states after the prompts of their prompt slots."""
+        if self.spec.states and prompts:
+            source, to = (upload(torch.as_tensor(index), self.device) for index in (prompts, slots))
+            self.rows.states.copy(self.prompts.states, source, to)
+
+    def runs(self, lens: Sequence[int], slots: np.ndarray) -> Runs:
+        """Calls of the layers with state over sequences of ``lens`` tokens, in ``slots``; without such layers none."""
+        return runs_of(lens, slots, self.device) if self.spec.states else []
+
 
 class Prefill:
     """Attention of whole sequences, packed one after another. Prompt i is stored in prompt slot ``slots[i]``; with
@@ -144,7 +96,7 @@ class Prefill:
         counts = torch.tensor(layout.lens)
         ends = counts.cumsum(0)
         self.store, self.last = cache.prompts if skip is None else cache.rows, upload(ends - 1, cache.device)
-        self.layout = layout
+        self.layout, self.runs = layout, cache.runs(layout.lens, slots)
         positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)
         slot = torch.repeat_interleave(torch.from_numpy(slots), counts)
         self.kept: slice | Tensor = slice(None)
@@ -160,6 +112,10 @@ class Prefill:
         self.store.write(layer, self.index, key[:, :, self.kept], value[:, :, self.kept])
         return packed_attention(_ENGINE, query, key, value, None, scaling, sliding_window=window, softcap=softcap,
                                 packing=self.layout)[0]
+
+    def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
+        """Run a layer with state over each sequence from its beginning; store the states at the ends."""
+        return self.store.states.over(layer_idx, hidden, layer, self.runs, begun=False)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -230,9 +186,10 @@ class Decode:
                 tensor.copy_(values)
         self.to_rows, self.to_prompts, self.lengths, self.slots = held[0], held[1], held[2][:, None], held[-1]
 
-    def advance(self, newest: Tensor, width: int) -> None:
-        """Prepare the next pass, whose tokens have index ``newest`` [live] in their rows, all below ``width``."""
-        self.width, self.newest = max(width, self.least), newest[:, None]
+    def advance(self, newest: Tensor, width: int, draws: Tensor) -> None:
+        """Prepare the next pass, whose tokens have index ``newest`` [live] in their rows, all below ``width``; rows
+        that do not draw (``draws`` [live] is 0) keep their states."""
+        self.width, self.newest, self.draws = max(width, self.least), newest[:, None], draws
         self.index = (self.cache.rows.first[:self.live] + self.newest).flatten()
         self.own = self.cache.rows.views(self.live, self.width)
         seen = torch.cat([self.columns[:self.longest] < self.lengths, self.columns[:self.width] <= self.newest], 1)
@@ -280,7 +237,7 @@ class Decode:
                 softcap: float | None = None) -> Tensor:
         """Attend [live * heads, n, dim] to [live, heads * n * dim] in one kernel."""
         stores, scale = (self.cache.prompts, self.cache.rows), self.cache.spec.dim**-0.5 if scaling is None else scaling
-        keys_values = (store.data[layer] for store in stores)
+        keys_values = (store.layers[layer] for store in stores)
         return _kernel()(query, *keys_values, self.slots, self.lengths, self.newest, scale, window, softcap)
 
     def _scores(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -309,6 +266,10 @@ class Decode:
         """Undo :meth:`_group`."""
         return x.view(len(self.to_prompts), -1, x.shape[-1]).index_select(0, self.to_rows)  # faster than x[i] on CPUs
 
+    def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
+        """Run a layer with state over the new token of each row."""
+        return self.cache.rows.states.step(layer_idx, hidden, layer, self.draws)
+
 
 class Extend:
     """Attention of the tokens that are appended to rows, packed one row after another, over prompt and row.
@@ -329,6 +290,7 @@ class Extend:
         self.prompt, self.slot, self.place, self.last = prompt, slot, place, last
         self.index = (cache.rows.first[upload(torch.from_numpy(slots[row]), cache.device)] + column[:, None]).flatten()
         self._positions(lengths, begins)
+        self.runs = cache.runs(counts.tolist(), slots)
 
     def _positions(self, lengths: np.ndarray, begins: np.ndarray) -> None:
         """Place keys and padded queries in their sequences; a query sees its prompt, and its row up to itself."""
@@ -361,6 +323,10 @@ class Extend:
 
     def _stored(self, layer: int, part: int) -> Tensor:
         """Keys (``part`` 0) or values (1) [rows * heads, tokens, dim] of prompts and rows."""
-        prompts = self.cache.prompts.data[layer, part][self.prompt, :, :self.longest]
-        rows = self.cache.rows.data[layer, part][self.slot, :, :self.width]
+        prompts = self.cache.prompts.layers[layer][part][self.prompt, :, :self.longest]
+        rows = self.cache.rows.layers[layer][part][self.slot, :, :self.width]
         return torch.cat([prompts, rows], 2).flatten(0, 1)
+
+    def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
+        """Run a layer with state over what is appended to each row."""
+        return self.cache.rows.states.over(layer_idx, hidden, layer, self.runs, begun=True)

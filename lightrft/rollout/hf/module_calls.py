@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.rollout.hf.kv_cache import LayerProbe
+from lightrft.rollout.hf.cache_plan import LayerProbe
 
 Forward = Callable[[Tensor, Tensor, Any], Tensor]  # input_ids [1, T], position_ids [1, T], view of the cache -> [T, V]
 Inputs = ("input_ids", "position_ids", "view")  # of the pass; the outputs of its calls follow

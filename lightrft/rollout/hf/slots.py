@@ -115,8 +115,7 @@ class Slots:
         self._move_rows(*_gaps(self.alive[:self.live]))
         self.live, self.moved = int(self.alive.sum()), True
         source, target = _gaps(np.array([tenant is not None for tenant in self.tenants]))
-        prompts = self.cache.prompts.data
-        prompts[:, :, self.upload(target)] = prompts[:, :, self.upload(source)]
+        self.cache.prompts.move(self.upload(source), self.upload(target))
         for old, new in zip(source.tolist(), target.tolist()):
             self.tenants[new], self.tenants[old] = (tenant := self.tenants[old]), None
             if tenant is not None:
@@ -126,9 +125,8 @@ class Slots:
         parked, space = self.taken[target], self.space
         freed = source[~parked]
         old, new = np.concatenate([source, target[parked]]), np.concatenate([target, source[parked]])
-        moved, to, width = self.upload(old), self.upload(new), self.count.max()
-        rows = self.cache.rows.data
-        rows[:, :, to, :, :width] = rows[:, :, moved, :, :width]
+        moved, to = self.upload(old), self.upload(new)
+        self.cache.rows.move(moved, to, self.count.max())
         space.state[:, to] = space.state[:, moved]
         space.state[:, self.upload(freed)] = space.free  # sizes that are rounded up reach them
         for drawn in (space.tokens, space.logprobs, space.noise, space.seen):

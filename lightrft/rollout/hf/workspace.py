@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.hf.kv_cache import Decode, KVCache, KVPlan
+from lightrft.rollout.hf.cache_plan import KVPlan
+from lightrft.rollout.hf.kv_cache import Decode, KVCache
 from lightrft.utils.tensors import upload
 
 _LOGIT = 16  # bytes of a step per token of the vocabulary: float32 of the logit, the scaled one and its probability
@@ -67,8 +68,8 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache, the results, and the logits of a step."""
-        cache, results = (self.cache.prompts, self.cache.rows), self.tokens.nbytes + self.logprobs.nbytes
-        return sum(store.data.nbytes for store in cache) + results + len(self.state[0]) * len(self.stop) * _LOGIT
+        cache, results = self.cache.prompts.nbytes + self.cache.rows.nbytes, self.tokens.nbytes + self.logprobs.nbytes
+        return cache + results + len(self.state[0]) * len(self.stop) * _LOGIT
 
     def begin(self, stop: Tensor) -> None:
         """Free all slots for a generation that ends at the tokens ``stop`` [V] bool, of the host."""

@@ -9,7 +9,7 @@ import torch
 from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
-from lightrft.rollout.hf.kv_cache import KVPlan, LayerProbe
+from lightrft.rollout.hf.cache_plan import KVPlan, LayerProbe
 from lightrft.rollout.hf.module_calls import find_decode_pass, ModuleCalls, whole_pass
 from lightrft.tests.support import tiny
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end

@@ -13,6 +13,8 @@ from transformers import PretrainedConfig
 
 from lightrft.config.engines import ENGINES, host_cache, native_arguments
 from lightrft.config.schema import RolloutConfig
+from lightrft.models.stateful import KINDS
+from lightrft.models.towers import config_value
 from lightrft.rollout.engines import sequences_at_once
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
 from lightrft.utils.errors import UserError, did_you_mean
@@ -69,6 +71,8 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         arguments["kv_cache_memory_bytes"] = int(host_cache(cfg.engine_mem_util, room))
     if config.get_text_config() is not config:
         arguments |= _media_arguments(media or {})
+    if KINDS.intersection(config_value(config.get_text_config(), "layer_types", ())):
+        arguments |= _state_arguments(cuda or bf16)
     memory = total_memory(device) if cuda else 0
     return _at_once(arguments | native_arguments(cfg.engine_args), cfg,
                     sequences_at_once(cfg, world.world_size, memory))
@@ -79,6 +83,20 @@ def _media_arguments(most: dict[str, int]) -> dict[str, Any]:
     limits: dict[str, Any] = {"limit_mm_per_prompt": {kind: most.get(kind, 0) for kind in ("image", "video", "audio")},
                               "mm_processor_cache_gb": 1.0}  # yapf: disable  (what --media_cache_mib is by default)
     return limits if find_spec("blake3") else limits | {"mm_hasher_algorithm": "sha256"}
+
+
+def _state_arguments(computes: bool) -> dict[str, Any]:
+    """Arguments of models that have layers with state; ``computes``: vLLM can compute them on this device.
+
+    States of prefixes are stored between the chunks of prompts, which are never cut here.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if not computes:
+        raise UserError("vLLM computes layers with state on a CPU in bfloat16 alone: add --bf16, or use --engine_type "
+                        "hf")
+    return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}  # as transformers stores them
 
 
 def _at_once(arguments: dict[str, Any], cfg: RolloutConfig, sequences: int) -> dict[str, Any]:

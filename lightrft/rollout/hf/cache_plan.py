@@ -1,0 +1,106 @@
+"""What the cache of the HF engine holds of a sequence, and for how many sequences there is room."""
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.models.actor_modality import ActorModality
+from lightrft.models.state_rows import Layer
+from lightrft.rollout.hf.states import Shapes, shapes_after_a_token
+from lightrft.utils.errors import UserError
+
+_LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Cache of one token, (key, value) x heads x dim in each of the ``layers`` with attention, which are named by their
+    index in the model; and ``states``, what each layer with state keeps of a sequence, however long that is."""
+    layers: tuple[int, ...]
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    states: dict[int, Shapes] = field(default_factory=dict)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return len(self.layers) * 2 * self.heads * self.dim * self.dtype.itemsize
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Tokens whose keys and values take as many bytes as the states of a sequence."""
+        states = (state for shapes in self.states.values() for state in shapes.values())
+        return -(-sum(math.prod(shape) * dtype.itemsize for shape, dtype in states) // self.bytes_per_token)
+
+
+class LayerProbe:
+    """View of a cache that stores nothing: it records what each attention layer would, and returns its queries."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
+        self.states: dict[int, Shapes] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+               softcap: float | None = None) -> Tensor:
+        """Record the layer's shape and dtype."""
+        if key.shape != value.shape:
+            raise UserError(f"the HF engine needs keys and values of one shape, "
+                            f"got {list(key.shape)} and {list(value.shape)}")
+        self.shapes[layer] = (key.shape[1], key.shape[3], value.dtype)
+        return query.transpose(1, 2)
+
+    def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
+        """Record what a layer with state keeps; every token is the first of a sequence."""
+        outs, self.states[layer_idx] = shapes_after_a_token(hidden, layer)
+        return outs
+
+
+@torch.no_grad()
+def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
+    """Run one token through ``model`` and record what its layers would cache."""
+    probe = LayerProbe()
+    zero = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    modality.logits(model, 0, input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
+    shapes, layers = set(probe.shapes.values()), tuple(sorted(probe.shapes))
+    if len(shapes) != 1 or not probe.states and layers != tuple(range(len(layers))):
+        raise UserError(f"the HF engine needs packed attention with equal key shapes in every layer; "
+                        f"this {type(model).__name__} "
+                        f"shows {probe.shapes or 'no attention layer at all'}")
+    return KVSpec(layers, *shapes.pop(), probe.states)
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """Cache of ``prompts`` prompt slots of ``prompt_len`` tokens, and ``slots`` response rows of ``length`` tokens."""
+    prompts: int
+    prompt_len: int
+    slots: int
+    length: int
+
+    @classmethod
+    def fit(cls, tokens: int, sizes: list[int], prompt_len: int, length: int, most: int = 0,
+            state: int = 0) -> "KVPlan":
+        """Plan the most rows that fit in ``tokens`` (perhaps 0), for prompts of ``sizes`` samples each; at most
+        ``most``, if that is not 0. ``state``: tokens that the states of a prompt or a row take the place of."""
+        mean = sum(sizes) / max(1, int(np.count_nonzero(sizes))) or 1
+
+        def plan(slots: int) -> KVPlan:
+            live = int(np.ceil(_LIVE_PROMPTS * slots / mean))
+            return cls(min(live, slots, len(sizes)), prompt_len, slots, length)
+
+        rows = range(1, min(max(1, sum(sizes)), most or sum(sizes)) + 1)
+        return plan(bisect_right(rows, tokens, key=lambda slots: plan(slots).tokens_with(state)))
+
+    @property
+    def tokens(self) -> int:
+        """Capacity in tokens."""
+        return self.tokens_with(0)
+
+    def tokens_with(self, state: int) -> int:
+        """Capacity in tokens, with ``state`` more for each prompt and each row."""
+        return self.prompts * (self.prompt_len + state) + self.slots * (self.length + state)

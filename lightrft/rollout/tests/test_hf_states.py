@@ -1,0 +1,102 @@
+"""Models with state (convolutions, recurrent matrices) in the HF engine: decoding is the whole forward pass."""
+import functools
+
+import pytest
+import torch
+
+from lightrft.models.actor_modality import ActorModality
+from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.hf import kv_cache
+from lightrft.rollout.hf.engine import HFEngine
+from lightrft.rollout.tests.test_hf_engine import prompts, requests, same, STOPS
+from lightrft.rollout.tests.test_partial import follows, rest
+from lightrft.tests.support import naive_decode, tiny
+from lightrft.tests.support.episodes import Group, generate
+from lightrft.tests.support.stepping import rounds_keep_to_the_protocol
+from lightrft.tests.support.turns import PARAMS, turns_are_those_by_hand, turns_have_the_scores
+
+NEW, EXACT = 20, 2e-6
+ROOMY, TIGHT = 1 << 24, 70_000  # bytes of cache; three slots, so that they are filled again and prompts wait
+LONG = [*range(70, 150), *range(20, 55)]  # tokens; more than a chunk of 64
+
+
+@functools.lru_cache(maxsize=None)
+def model(family, packed=True):
+    hf = tiny.model(family, initializer_range=0.06)
+    hf.set_attn_implementation("packed" if packed else "eager")
+    if packed:
+        ActorModality().adapt(hf)
+    return hf
+
+
+def engine(family="qwen3_5", kv_bytes=ROOMY, **more):
+    return HFEngine(model(family), {tiny.tokenizer().eos_token_id}, kv_bytes, **more)
+
+
+def asked():
+    return [Group(LONG, [1, 2]), *requests(), Group(prompts()[0][:1], [5, 6])]
+
+
+def naive(family, prompt, response, temperature=1.0):
+    """The forward pass of transformers over one sequence."""
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        logits = model(family, packed=False)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1]
+    return (logits / temperature).log_softmax(-1).gather(1, ids[0, len(prompt):, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("family", tiny.HYBRIDS)
+@pytest.mark.parametrize("kv_bytes", [ROOMY, TIGHT])
+def test_decoding_is_the_forward_pass(family, kv_bytes):
+    """Of responses of many lengths, from the state after their prompt that they share, also in slots of others."""
+    params, used = SamplingParams(NEW, stop_token_ids=STOPS), engine(family, kv_bytes)
+    for request, group in zip(asked(), generate(used, asked(), params), strict=True):
+        for done in group:
+            assert done.logprobs == pytest.approx(naive(family, request.token_ids, done.token_ids), abs=EXACT)
+    assert (used._space.cache.plan.slots == 3) is (kv_bytes == TIGHT)
+
+
+@pytest.mark.parametrize("family", tiny.HYBRIDS)
+@pytest.mark.parametrize("kv_bytes", [ROOMY, TIGHT])
+def test_turns(family, kv_bytes):
+    """The state waits for the answer, or is computed again where another response has taken the slot."""
+    groups = turns_are_those_by_hand(engine(family, kv_bytes), requests(), PARAMS)
+    turns_have_the_scores(requests(), groups, lambda request, ids: naive(family, request.token_ids, ids))
+
+
+@pytest.mark.parametrize("family", tiny.HYBRIDS)
+def test_cuts_of_every_sample_elsewhere(family):
+    """Responses begin with the state of their prompt or of their prefix."""
+    params = SamplingParams(NEW, stop_token_ids=STOPS)
+    whole = generate(engine(family), requests(), params)
+    continued, cuts = rest(requests(), whole, lambda i, j: (7 * i + 5 * j) % NEW * (j != 1))
+    for group, begun, expected in zip(generate(engine(family, TIGHT), continued, params), cuts, whole, strict=True):
+        for part, (j, k) in zip(group, begun, strict=True):
+            follows(part, expected[j], k)
+
+
+def test_rounds():
+    """Responses of other parameters, waiting ones, aborts; updates and sleep in between drop the states."""
+    used = engine(kv_bytes=TIGHT)
+    rounds_keep_to_the_protocol(used, requests(), lambda: (used.sleep(), used.wake(), used.update_weights([], 1)))
+    used.sleep()
+    assert used._space is None
+
+
+def test_states_take_room_of_the_cache():
+    """Of every prompt and every row, in the plan and in what is allocated."""
+    used = engine(kv_bytes=TIGHT)
+    generate(used, asked(), SamplingParams(NEW))
+    spec, plan, cache = used._probe()[0], used._space.cache.plan, used._space.cache
+    states = sum(x.nbytes for layer in spec.states for x in cache.rows.states.data[layer].values()) / plan.slots
+    assert states == 4 * (64 * 4 + 4 * 8 * 8) and spec.tokens_per_sequence * spec.bytes_per_token == states
+    tokens = plan.prompts * plan.prompt_len + plan.slots * plan.length
+    held = cache.prompts.nbytes + cache.rows.nbytes
+    assert held == tokens * spec.bytes_per_token + (plan.prompts + plan.slots) * states <= TIGHT < used._space.nbytes
+
+
+def test_one_kernel_attends(monkeypatch):
+    """``--fused_decode`` is of the attention; the layers with state are computed beside it."""
+    monkeypatch.setattr(kv_cache, "_kernel", lambda: naive_decode.attend)
+    params = SamplingParams(8, stop_token_ids=STOPS)
+    assert same(generate(engine(one_kernel=True), requests(), params), generate(engine(), requests(), params))
