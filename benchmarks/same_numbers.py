@@ -84,6 +84,8 @@ SCENARIOS = {
     "rm": trainer("rm", PAIRS),
     "resume_sft": trainer("sft", ROWS, resumes=True),
     "ranks": Scenario({"recipe": "grpo"}, ranks=2, within=1e-6),
+    "hsdp": Scenario({"recipe": "grpo", "fsdp_shard_size": 1}, ranks=2, within=1e-6),
+    "zero": Scenario({"recipe": "grpo", "strategy": "deepspeed", "zero_stage": 3}, ranks=2, within=1e-6),
     "ranks_dpo": trainer("dpo", PAIRS, ranks=2, within=1e-6),
     "vllm": Scenario({"engine_type": "vllm", "max_steps": 5, "save_steps": 5}, within=1e-6),
 }  # yapf: disable

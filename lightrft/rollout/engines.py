@@ -1,6 +1,8 @@
 """Builds rollout engines by name, importing only the chosen one, and estimates the device memory that they take."""
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +27,38 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     The engine NAME is built by ``build_NAME_engine`` of ``lightrft.rollout.NAME.engine``.
 
     Raises:
-        UserError: there is no such engine, or it lacks methods.
+        UserError: there is no such engine, it cannot be built, or it lacks methods.
     """
     name = cfg.engine_type
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
     check_rope(cfg, actor.hf_model.config)
+    module = f"lightrft.rollout.{name}"
+    if not (find_spec(module) and find_spec(f"{module}.engine")):
+        raise UserError(f"--engine_type {name}: there is no module {module}.engine, in which its builder "
+                        f"build_{name}_engine is to be (docs/contributing.md, An engine)")
     if strategy.plans:
         return import_module("lightrft.rollout.planned").PlannedEngine()
-    build = getattr(import_module(f"lightrft.rollout.{name}.engine"), f"build_{name}_engine")
-    engine = build(cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s)
+    build = vars(import_module(f"{module}.engine")).get(f"build_{name}_engine")
+    arguments = cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s
+    _check_builder(name, build, len(arguments))
+    engine = build(*arguments)
     if missing := sorted(name for name in members() if not hasattr(engine, name)):
         raise UserError(f"--engine_type {name}: the engine has no {', '.join(missing)}; lightrft.rollout.engine."
                         "RolloutEngine says what each is (docs/contributing.md, An engine)")
     return engine
+
+
+def _check_builder(name: str, build: Any, count: int) -> None:
+    """Raise a UserError unless ``build`` is a function that takes ``count`` arguments."""
+    where = f"--engine_type {name}: build_{name}_engine of lightrft.rollout.{name}.engine"
+    if not callable(build):
+        raise UserError(f"{where} is not there; write it, as docs/contributing.md (An engine) shows")
+    try:
+        signature(build).bind(*range(count))
+    except TypeError as error:
+        raise UserError(f"{where} is called as (cfg, actor, device, tokenizer, bf16, limit_s), and takes "
+                        f"{signature(build)}: {error}") from error
 
 
 def members() -> set[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightrft.types import Batch, Episode, Experience, number, NUMBERS, Prompt, Sample, Segment
+from lightrft.utils.errors import UserError
 
 LENS = [3, 1, 4, 2]
 
@@ -160,3 +161,41 @@ def test_drawn_tokens_stay_known_when_they_leave_the_loss():
     assert torch.equal(exp.drawn, before) and not torch.equal(exp.drawn, exp.loss_mask)
     exp.weight_versions = None
     assert torch.equal(exp.drawn, exp.loss_mask), "nobody drew them: demonstrations"
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"axis": "b"}, "axis='b'; write axis='B' for a number per response, or axis='T'"),
+    ({"dtype": "float"}, "dtype='float'; write a type of torch"),
+    ({"dtype": torch.int64}, "missing=nan, which torch.int64 cannot hold; .* missing=0"),
+    ({"missing": "none"}, "missing='none'; write a number"),
+    ({"of": "prompt_len"}, "of='prompt_len'; write a function of the response"),
+])  # yapf: disable
+def test_a_wrong_declaration_of_a_number_is_refused(more, words):
+    with pytest.raises(UserError, match=f"number\\('wrong'\\): {words}"):
+        number("wrong", **more)
+    assert "wrong" not in NUMBERS
+
+
+@pytest.mark.parametrize("extra, words", [
+    ({"calls": "two"}, "'calls' of response 1 to the prompt 'p7' is 'two'; set one number, or None"),
+    ({"calls": [1, 2]}, r"'calls' .* is \[1, 2\]; set one number"),
+    ({"whole": 0.5}, r"'whole' .* is 0.5, which torch.int64 cannot hold; declare .*dtype=torch.float32"),
+    ({"delay": 3}, "'delay' .* is 3; set a list with a number for each of the last tokens"),
+    ({"delay": [0.0] * 9}, "'delay' .* has 9 values for 3 tokens"),
+    ({"call": 1}, r"'call' is no declared number of responses \(did you mean calls\?\); .* declared: calls, delay"),
+    ({"broken": 1}, "'broken' .* of=... of its declaration raised AttributeError: .*nothing"),
+])  # yapf: disable
+def test_a_wrong_number_of_a_response_is_named(extra, words):
+    number("whole", dtype=torch.int64, missing=0)
+    if "broken" in extra:
+        number("broken", of=lambda response: response.nothing)
+    response = Episode(Prompt("p7", [1], "p"), 0, 1, [Segment([2, 3], [-1.0, -1.0], version=0)], "stop", extra=extra)
+    with pytest.raises(UserError, match=words):
+        Batch.of([response])
+
+
+def test_a_number_that_a_batch_does_not_have_is_named():
+    with pytest.raises(UserError, match="'call' is no declared number of responses .*did you mean calls"):
+        make().extra["call"]
+    with pytest.raises(UserError, match="the number 'calls' is not in this batch, which did not come from responses"):
+        replace(make(), extra={}).extra["calls"]

@@ -9,7 +9,8 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.rollout.scheduler import NextTurn, Turn
-from lightrft.types import Episode, NUMBERS, Prompt
+from lightrft.types import Episode, Prompt
+from lightrft.types.fields import check_declared
 from lightrft.utils.errors import UserError
 
 _THREADS = 64  # most answers at once
@@ -66,8 +67,11 @@ class PendingReply:
         if not (reply.text is None or isinstance(reply.text, str)):
             raise UserError(f"the environment answers the prompt {self.episode.prompt.uid!r} with {reply.text!r}; "
                             "turn() returns a text, or None to end the response")
+        check_declared(reply.numbers)
         for name, value in reply.numbers.items():
-            NUMBERS.get(name)
+            if not isinstance(value, (bool, int, float)):
+                raise UserError(f"the environment answers the prompt {self.episode.prompt.uid!r} with the number "
+                                f"{name} = {value!r}; numbers of a Reply are int or float, added over its turns")
             self.episode.extra[name] = self.episode.extra.get(name, 0) + value
         return None if reply.text is None else self.renderer.encode_inside([reply.text])[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.config.schema import OptimConfig
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.optimizer import OptimSpec
-from lightrft.types import Experience
+from lightrft.types import Experience, NUMBERS
 from lightrft.utils.errors import ExpectedError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import phase
@@ -81,7 +81,7 @@ class OptimizerStep:
         for mine, value in zip(own.tolist(), self.strategy.sum_data_ranks(own).tolist()):
             if not math.isfinite(value):  # that of any rank is not
                 self.strategy.discard_gradients(prepared)
-                return self._bad("loss", mine, lr)
+                return self._bad("loss", mine, lr, passes)
             total += value
         if not kept_tokens:
             self.strategy.discard_gradients(prepared)
@@ -89,7 +89,7 @@ class OptimizerStep:
         with self.timer("optimizer"):
             norm = self.strategy.optimizer_step(prepared, self.cfg.max_norm)
         if not math.isfinite(norm):
-            return self._bad("gradient norm", norm, lr)
+            return self._bad("gradient norm", norm, lr, passes)
         self.bad_in_a_row = 0
         return StepResult(total, lr, norm)
 
@@ -109,14 +109,33 @@ class OptimizerStep:
         with self.timer("backward"):
             return torch.stack(losses).cpu()
 
-    def _bad(self, what: str, value: float, lr: float) -> StepResult:
+    def _bad(self, what: str, value: float, lr: float, passes: list[Passes]) -> StepResult:
         self.bad_in_a_row += 1
-        get_logger().warning(f"optimizer step skipped on all ranks: {what} is not finite (here {value})")
+        hint = _hint(_nan_numbers(passes))
+        get_logger().warning(f"optimizer step skipped on all ranks: {what} is not finite (here {value}){hint}")
         if self.bad_in_a_row >= self.cfg.max_bad_steps:
             raise NonFiniteTraining(
-                f"{self.bad_in_a_row} optimizer steps in a row had a non-finite {what}; none was applied. Lower "
+                f"{self.bad_in_a_row} optimizer steps in a row had a non-finite {what}; none was applied{hint}. Lower "
                 "the learning rate, look for huge rewards or broken weights, or raise --max_bad_steps")
         return StepResult(float("nan"), lr, outcome="bad")
+
+
+def _nan_numbers(passes: list[Passes]) -> list[str]:
+    """Return the names of declared numbers that are NaN for a sequence, or for a token in the loss."""
+    names = set()
+    for exp in (each.take(part) for each in passes for part in each.micro_batches if part):
+        for name, values in exp.extra.items():
+            values = values[exp.loss_mask] if NUMBERS.get(name).axis == "T" else values
+            names |= {name} if values.isnan().any() else set()
+    return sorted(names)
+
+
+def _hint(numbers: list[str]) -> str:
+    """Return what NaN in ``numbers`` may mean; empty without any."""
+    if not numbers:
+        return ""
+    return (f"; NaN in this batch: {', '.join(map(repr, numbers))}. If the loss or the advantage reads such a number, "
+            "declare it with missing=0, or leave out the responses without it")
 
 
 def mean(values: list[float]) -> float:

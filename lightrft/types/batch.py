@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
 from lightrft.types.episodes import Episode
-from lightrft.types.fields import Field, flatten, NUMBERS
+from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS
 from lightrft.utils.tensors import upload
 
 NAN = math.nan
@@ -77,6 +77,9 @@ class Batch:
     ranks: ClassVar[Ranks] = HERE  # all sequences of the batch are here
     before: ClassVar[list[int] | None] = None  # no sequence continues another
 
+    def __post_init__(self) -> None:
+        self.extra = Numbers(self.extra)
+
     @classmethod
     @cache
     def declared(cls) -> dict[str, Field]:
@@ -90,7 +93,8 @@ class Batch:
         values = {name: declared.pack([row[name] for row in rows]) for name, declared in cls.declared().items()
                   if declared.packed}  # yapf: disable
         lens = [len(row["token_ids"]) for row in rows]
-        extra = {name: NUMBERS.get(name).pack_numbers(responses, lens) for name in NUMBERS}
+        check_declared(name for response in responses for name in response.extra)
+        extra = {name: NUMBERS.get(name).pack_numbers(name, responses, lens) for name in NUMBERS}
         return cls(cu_seqlens=_boundaries(lens), extra=extra, **values)
 
     @classmethod

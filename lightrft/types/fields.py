@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.types.episodes import Episode
+from lightrft.utils.errors import CaptureException, did_you_mean, UserError
 from lightrft.utils.registry import Registry
 
 
@@ -42,11 +43,37 @@ class Field:
             return flatten(values, self.dtype or torch.float32)
         return torch.tensor([self.missing if value is None else value for value in values], dtype=self.dtype)
 
-    def pack_numbers(self, responses: Sequence[Episode], lens: Sequence[int]) -> Any:
-        """Read a number from responses, sequences of ``lens`` tokens."""
-        values = [self.of(response) for response in responses]
+    def read(self, name: str, response: Episode) -> Any:
+        """Read the number ``name`` from a response: its value, for "T" a list; None: it has none.
+
+        Raises:
+            UserError: that is no number of this type, or there are more values than tokens.
+        """
+        value, caught = None, CaptureException()
+        with caught:
+            value = self.of(response)
+        if (cause := caught.cause) is not None:
+            raise UserError(f"{_place(name, response)}: of=... of its declaration raised {type(cause).__name__}: "
+                            f"{cause}") from cause
+        if value is None:
+            return None
+        tokens, numbers = len(response.token_ids), np.asarray(value)
+        if numbers.dtype.kind not in "biuf" or numbers.ndim != (self.axis == "T"):
+            kind = "a list with a number for each of the last tokens" if self.axis == "T" else "one number"
+            raise UserError(f"{_place(name, response)} is {value!r}; set {kind}, or None where there is none")
+        if self.axis == "T" and len(numbers) > tokens:
+            raise UserError(f"{_place(name, response)} has {len(numbers)} values for {tokens} tokens, prompt included; "
+                            "give one for each of the last tokens")
+        if not (fits := _fit(numbers, self.dtype)).all():
+            raise UserError(f"{_place(name, response)} is {numbers[~fits].flat[0]}, which {self.dtype} cannot hold; "
+                            f"declare number({name!r}, dtype=torch.float32), or set another value")
+        return numbers.tolist()
+
+    def pack_numbers(self, name: str, responses: Sequence[Episode], lens: Sequence[int]) -> Any:
+        """Read the number ``name`` from responses, sequences of ``lens`` tokens."""
+        values = [self.read(name, response) for response in responses]
         if self.axis == "T":  # the first tokens may have none
-            lists = [[*(each or ())] for each in values]
+            lists = [each or [] for each in values]
             values = [[self.missing] * (length - len(each)) + each for each, length in zip(lists, lens)]
         return self.pack(values)
 
@@ -73,6 +100,52 @@ class Field:
 NUMBERS: Registry[Field] = Registry("number of a response")
 
 
+class Numbers(dict[str, Tensor]):
+    """Declared numbers of a batch, by name. One that it does not have is an error that says which it has."""
+
+    def __missing__(self, name: str) -> Tensor:
+        check_declared([name])
+        raise UserError(f"the number {name!r} is not in this batch, which did not come from responses of a rollout")
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Raise a UserError for a name that no :func:`number` declares."""
+    for name in names:
+        if name not in NUMBERS:
+            raise UserError(
+                f"{name!r} is no declared number of responses{did_you_mean(name, NUMBERS)}; declare it with "
+                f"lightrft.types.number({name!r}) (docs/extending.md); "
+                f"declared: {', '.join(NUMBERS) or 'none'}")
+
+
+def _place(name: str, response: Episode) -> str:
+    return f"the number {name!r} of response {response.index} to the prompt {response.prompt.uid!r}"
+
+
+def _fit(numbers: np.ndarray, dtype: torch.dtype | None) -> np.ndarray:
+    """True where a tensor of ``dtype`` can hold a number: any for a floating one, else what does not change."""
+    if dtype is None or dtype.is_floating_point:
+        return np.full(numbers.shape, True)
+    with np.errstate(invalid="ignore"):
+        return numbers.astype(torch.empty(0, dtype=dtype).numpy().dtype) == numbers
+
+
+def _problem(name: str, field: Field, of: Any) -> str:
+    """Return what is wrong with a declaration, and the remedy; empty if nothing is."""
+    if field.axis not in ("B", "T"):
+        return f"axis={field.axis!r}; write axis='B' for a number per response, or axis='T' for one per token"
+    if not isinstance(field.dtype, torch.dtype):
+        return f"dtype={field.dtype!r}; write a type of torch, such as torch.float32"
+    if not isinstance(field.missing, (bool, int, float)):
+        return f"missing={field.missing!r}; write a number, such as missing=0"
+    if not _fit(np.asarray(field.missing), field.dtype).all():
+        return f"missing={field.missing!r}, which {field.dtype} cannot hold; write another number, such as missing=0"
+    if of is not None and not callable(of):
+        return (f"of={of!r}; write a function of the response, such as of=lambda response: response.prompt_len, or "
+                f"leave it out to read response.extra[{name!r}]")
+    return ""
+
+
 def number(name: str, axis: str = "B", dtype: torch.dtype = torch.float32, missing: float = math.nan,
            of: Callable[[Episode], Any] | None = None) -> None:
     """Declare a number of every response, or with axis "T" of every token.
@@ -83,12 +156,18 @@ def number(name: str, axis: str = "B", dtype: torch.dtype = torch.float32, missi
     Args:
         missing: value of a response or a token that has none; NaN enters no metric.
         of: reads it from a response; None: ``response.extra[name]``, which any stage of the rollout sets.
+
+    Raises:
+        UserError: an argument cannot be.
     """
-    NUMBERS.register(name)(Field(axis, dtype, missing, True, of or (lambda response: response.extra.get(name))))
+    declared = Field(axis, dtype, missing, True, of or (lambda response: response.extra.get(name)))
+    if problem := _problem(name, declared, of):
+        raise UserError(f"number({name!r}): {problem}")
+    NUMBERS.register(name)(declared)
 
 
 def numbers_of(response: Episode) -> dict[str, float]:
     """Return the declared numbers that a response has."""
     declared = {name: NUMBERS.get(name) for name in NUMBERS}
-    values = {name: each.of(response) for name, each in declared.items() if each.axis == "B"}
+    values = {name: each.read(name, response) for name, each in declared.items() if each.axis == "B"}
     return {name: float(value) for name, value in values.items() if value is not None}

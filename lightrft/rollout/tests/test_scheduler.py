@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.engines import get_engine
+from lightrft.rollout.engines import ENGINES, get_engine
 from lightrft.rollout.hf import engine as hf
 from lightrft.rollout.scheduler import generate, Quota, Scheduler
 from lightrft.rollout.tests.test_hf_engine import engine, requests
@@ -174,3 +174,17 @@ def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
         monkeypatch.setattr(hf, "build_hf_engine", lambda *args: built)  # noqa: B023
         with pytest.raises(UserError, match=f"the engine has no {', '.join(missing)};") if missing else nullcontext():
             assert get_engine(RolloutConfig(), config, strategy, None) is built
+
+
+def test_an_engine_without_a_folder_or_a_builder_is_named(monkeypatch):
+    config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config()))
+    strategy = SimpleNamespace(plans=False, device="cpu", cfg=SimpleNamespace(collective_limit_s=1))
+    for builder, words in ((None, "build_hf_engine of lightrft.rollout.hf.engine is not there"),
+                           (lambda cfg, actor: None, r"called as \(cfg, .* takes \(cfg, actor\): too many")):
+        monkeypatch.setattr(hf, "build_hf_engine", builder)
+        with pytest.raises(UserError, match=words):
+            get_engine(RolloutConfig(), config, strategy, None)
+    monkeypatch.setitem(ENGINES, "plain", ENGINES["hf"])
+    for strategy.plans in (False, True):
+        with pytest.raises(UserError, match="plain: there is no module lightrft.rollout.plain.engine, .* build_plain"):
+            get_engine(RolloutConfig(engine_type="plain"), config, strategy, None)

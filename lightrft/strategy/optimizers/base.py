@@ -17,6 +17,7 @@ from lightrft.config.foreign_values import remedies
 from lightrft.config.shared_schema import OptimConfig
 from lightrft.config.tree import declare
 from lightrft.strategy.memory import BLOCKS
+from lightrft.utils.errors import UserError
 from lightrft.utils.registry import Chosen, Registry
 
 Build = Callable[[list[dict[str, Any]], Any], Any]
@@ -69,9 +70,15 @@ def optimizer(*names: str, moments: Moments, needs_whole: bool = False, coded: M
     Args:
         reads: options of the package that it alone or with others reads, such as ``adam_betas``.
         options: a dataclass of options of its own.
+
+    Raises:
+        UserError: ``moments`` is a text, whose letters would be the names.
     """
 
     def add(build: B) -> B:
+        if isinstance(moments, str):
+            raise UserError(f"optimizer {', '.join(names)}: moments={moments!r} is a text; write "
+                            f"moments=({moments!r}, )")
         own = declare(OptimConfig, options, reads)
         OPTIMIZERS.register(*names)(Optimizer(build=build, state=moments, needs_whole=needs_whole, coded=coded or {},
                                               reads=reads, own=own))

@@ -112,6 +112,11 @@ def test_a_registration_that_is_not_true_is_refused(register, make, facts, words
         trained("other")
 
 
+def test_moments_are_names_not_a_text(register):
+    with pytest.raises(ValueError, match=r"moments='exp_avg' is a text; write moments=\('exp_avg', \)"):
+        register(torch.optim.AdamW, moments="exp_avg")
+
+
 @needs_deepspeed
 def test_whole_parameters_and_8_bits_are_refused_where_a_strategy_has_none(register):
     """By the rules of options, and by a strategy that a script sets up."""

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.trainer.optimizer_step import NonFiniteTraining, OptimizerStep, StepResult, step_metrics
 from lightrft.trainer.batch_plan import select_micro_batch
-from lightrft.types import Experience
+from lightrft.types import Experience, number, NUMBERS
 from lightrft.utils.timer import Timer
 
 CHECKS: dict[str, Callable[[StrategyBase], None]] = {}
@@ -123,6 +124,24 @@ def three_in_a_row_end_the_run(strategy: StrategyBase) -> None:
             assert str(error).startswith(f"{limit} optimizer steps in a row") and "--max_bad_steps" in str(error)
         else:
             raise AssertionError(f"{limit} bad steps in a row did not end the run")
+
+
+@check
+def numbers_that_are_nan_in_the_loss_are_named(strategy: StrategyBase) -> None:
+    case, nan = Case(strategy, 1), math.nan
+    with patch.dict(NUMBERS._entries):
+        number("calls"), number("turns"), number("delay", "T"), number("wait", "T")
+        case.exp.loss_mask[::2] = False  # tokens of prompts have no number
+        case.exp.extra |= {
+            "calls": torch.tensor([nan, nan, 1, 1]), "turns": torch.ones(4), "delay":
+            torch.tensor([nan, 1.0]).repeat(4), "wait": torch.tensor([1.0, nan]).repeat(4)
+        }
+        try:
+            case.run(nan_loss)
+        except NonFiniteTraining as error:
+            assert "NaN in this batch: 'calls', 'wait'. If the loss" in str(error) and "missing=0" in str(error), error
+        else:
+            raise AssertionError("the step was made")
 
 
 @check

@@ -170,5 +170,6 @@ def test_a_number_of_a_response_is_declared_and_set_and_nothing_else(home, tmp_p
 def test_a_number_that_nobody_declared_is_refused(home, tmp_path):
     made = trainer(home, tmp_path)
     made.maker.environment.turn = lambda prompt, response: Reply(None, {"tool_cals": 1})
-    with pytest.raises(UserError, match="unknown number of a response 'tool_cals'"):
+    with pytest.raises(UserError,
+                       match="'tool_cals' is no declared number of responses; declare it with .*'tool_cals'"):
         made.fit()
