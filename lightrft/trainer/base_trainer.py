@@ -36,7 +36,7 @@ class BaseTrainer(ABC):
         self.checkpoints = None if cfg.disable_ckpt else CheckpointManager(
             strategy, folder, cfg.max_ckpt_num, cfg.max_ckpt_mem, cfg.best_metric, cfg.async_save)
         self.step = 0  # steps done
-        log.parameters = sum(full_shape(param).numel() for param in prepared["actor"].model.parameters())
+        log.parameters = sum(map(torch.Size.numel, map(full_shape, prepared["actor"].model.parameters())))
         self._saved = 0  # the step of the newest checkpoint of this run
         self._metrics: dict[str, float] = {}  # of the last step
 

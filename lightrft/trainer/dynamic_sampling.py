@@ -70,7 +70,9 @@ class DynamicSource:
     ``zero_spread``, and a sample that stays in the loss. Generation continues in rounds until a batch of groups is
     accepted, ``max_gen_rounds`` are over or the data is used up. Surplus groups are kept for the next step, with their
     rollout log-probs and weight version, on the rank that generated them. All ranks decide alike, in the order of the
-    draws, and seeds depend on the number of the draw, so the result does not depend on the number of ranks.
+    draws, and seeds depend on the number of the draw, so the result does not depend on the number of ranks. Rounds end
+    with all of their scores: groups that were drawn as soon as another one is rejected would depend on how long rewards
+    take.
 
     Args:
         limit: prompts to draw in the whole run; None: no limit.

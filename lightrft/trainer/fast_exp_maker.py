@@ -87,7 +87,8 @@ class GreedyBaseline:
     """Generates and scores one greedy response per prompt, with the weights and the rewards of the samples.
 
     Its reward is the baseline of ReMax (arXiv:2310.10505). It is not a sample: it is not trained on, and it enters no
-    group and no metric of samples.
+    group and no metric of samples. It is generated after the samples: with ``--oversample`` nobody knows before which
+    groups are finished, and rounds with two sets of sampling parameters cost the hf engine its CUDA graphs.
     """
 
     def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase,
