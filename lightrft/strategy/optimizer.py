@@ -15,7 +15,7 @@ from lightrft.strategy.host_buffers import HostBuffers
 from lightrft.strategy.memory import STEP_BYTES
 from lightrft.strategy.optimizer_contract import check_contract
 from lightrft.strategy.optimizers import OPTIMIZERS
-from lightrft.strategy.sharding import full_shape, like, local
+from lightrft.strategy.sharding import cuts_rows, full_shape, like, local
 from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import runs
 
@@ -58,6 +58,10 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.backwards = 0  # micro-batches since the last step
         self.name, entry = spec.options.optim, OPTIMIZERS.get(spec.options.optim)
         self.moment_names, self.coded = entry.moments(spec.options), entry.coded
+        if self.coded and (cut := [name for name, param in self.owners.items() if cuts_rows(param)]):
+            raise UserError(
+                f"--optim {self.name}: ranks hold parts of the rows of {cut[0]}, and a block of 8-bit moments "
+                "needs a whole row; use --optim adamw")
         self.offloaded, self.host = offloaded, HostBuffers()
         check_contract(entry, spec.options)
         self.rule = entry.build(self._groups(spec), spec.options)

@@ -66,6 +66,12 @@ def row_axis(tensor: DTensor) -> int | None:
     return axes[0] if len(axes) == 1 and _by_rows(tensor.placements[axes[0]]) else None
 
 
+def cuts_rows(tensor: Tensor) -> bool:
+    """True if ranks hold parts of one row, of all dimensions but the first."""
+    return isinstance(tensor, DTensor) and any(tensor.placements[axis].dim  # type: ignore[attr-defined]
+                                               for axis in sharded_axes(tensor))  # yapf: disable
+
+
 def _by_rows(placement: Placement) -> bool:
     return isinstance(placement, Shard) and not isinstance(placement, _StridedShard) and placement.dim == 0
 

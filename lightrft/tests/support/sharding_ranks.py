@@ -1,6 +1,7 @@
 """Tensors on meshes of four ranks in one and two dimensions, divided in every way (test_sharding.py)."""
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightrft.config.schema import OptimConfig, StrategyConfig
+from lightrft.config.sft_schema import SFTConfig
+from lightrft.config.tree import build
 from lightrft.ops.fingerprint import fingerprints, Piece
 from lightrft.strategy import collectives
 from lightrft.strategy.base import Prepared
@@ -141,6 +144,16 @@ def norms_and_updates(strategy: FSDPV2Strategy, wholes: list[Tensor], tensors: l
         assert torch.allclose(found, expected_state[key], rtol=1e-5), key
 
 
+def eight_bits(tensors: list[DTensor]) -> None:
+    """8-bit moments are refused for exactly those layouts that cut rows."""
+    spec = OptimSpec(0.1, build(SFTConfig, {"optim": "adamw_8bit"}).train)
+    for tensor in tensors[::3]:
+        cut = any(not each.is_replicate() and each.dim and size > 1
+                  for each, size in zip(tensor.placements, tensor.device_mesh.shape))  # yapf: disable
+        with pytest.raises(ValueError, match="parts of the rows of weight, .* --optim adamw") if cut else nullcontext():
+            LocalOptimizer([("weight", nn.Parameter(tensor))], spec)
+
+
 def tensor_parallel(strategy: FSDPV2Strategy, folder: Path) -> None:
     """FSDP2 around tensor parallel layers on (shard, tp): three steps are those of one process, also across a
     checkpoint that one process reads."""
@@ -219,6 +232,7 @@ def main(folder: Path) -> None:
     names, wholes, tensors = map(list, zip(*cases()))
     slices_gathers_and_files(strategy, names, wholes, tensors)
     norms_and_updates(strategy, wholes[::3], tensors[::3])
+    eight_bits(tensors)
     tensor_parallel(strategy, folder / "parallel")
     some_of_the_ranks(strategy, folder)
     data_ranks(strategy)
