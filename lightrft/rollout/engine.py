@@ -1,7 +1,6 @@
 """Interface of every rollout engine."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.models.vocabulary import check_ids
-from lightrft.types import Episode, Key, Prompt, Segment
+from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
 from lightrft.utils.errors import UserError
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -54,11 +53,6 @@ def refuse_media(engine: str, kinds: Iterable[str], reason: str) -> None:
     if kinds := list(kinds):
         raise UserError(f"--engine_type {engine}: {reason}, and the prompts have media of kind {', '.join(kinds)}: use "
                         "--engine_type hf")
-
-
-def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:
-    """Return the neighbours of one role and group, which share their prompt."""
-    return [[*group] for _, group in groupby(episodes, lambda episode: episode.key[:2])]
 
 
 def check_episodes(episodes: Iterable[Episode], params: SamplingParams, engine: str, vocabulary: int, longest: int = 0,

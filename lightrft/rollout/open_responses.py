@@ -5,8 +5,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from lightrft.rollout.engine import Generated, prompt_groups, SamplingParams
-from lightrft.types import Episode, Key, Prompt, Segment
+from lightrft.rollout.engine import Generated, SamplingParams
+from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
 
 
 @dataclass(eq=False)

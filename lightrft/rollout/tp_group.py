@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import FINISH_REASONS, Generated, prompt_groups
-from lightrft.types import Episode, Key, Prompt, Segment
+from lightrft.rollout.engine import FINISH_REASONS, Generated
+from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
 from lightrft.utils.env import World
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from lightrft.types.prompts import Prompt
@@ -197,6 +197,11 @@ class Episode:
         """Repeat a value per segment over its tokens, behind ``before`` on those of the prompt."""
         runs = ([value] * len(each.token_ids) for value, each in zip(values, self.segments))
         return [*[before] * self.prompt_len, *chain.from_iterable(runs)]
+
+
+def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:
+    """Return the neighbours of one role and group, which share their prompt."""
+    return [[*group] for _, group in groupby(episodes, attrgetter("role", "group_id"))]
 
 
 def by_group(episodes: Iterable[Episode]) -> dict[int, list[Episode]]:
