@@ -27,6 +27,7 @@ class EngineCaps:
         buckets: an update goes through a bucket of ``--sync_bucket_mib`` even if nothing has to be gathered.
         adapters: updates may bring LoRA adapters apart from the base weights.
         rounds_float32: its attention kernels always multiply float32 in TF32, on CUDA.
+        first_temperature: it draws the first token of a response at a temperature of its own, if one is set.
         penalizes: it has a repetition penalty.
         min_p_first: it applies min-p before top-p.
         rope: RoPE types depending on the length for which it chooses the trainer's frequencies; None: all.
@@ -46,6 +47,7 @@ class EngineCaps:
     buckets: bool = False
     adapters: bool = False
     rounds_float32: bool = False
+    first_temperature: bool = False
     penalizes: bool = True
     min_p_first: bool = False
     rope: tuple[str, ...] | None = None
@@ -55,7 +57,7 @@ class EngineCaps:
 
 # values of --engine_type; lightrft.rollout.engines has the convention for their folders
 ENGINES: dict[str, EngineCaps] = {
-    "hf": EngineCaps("the HF engine"),
+    "hf": EngineCaps("the HF engine", first_temperature=True),
     "vllm": EngineCaps(
         "vLLM", f"{install_command('vllm')} (without CUDA: pip install --no-deps -r requirements-vllm.txt)",
         "from vllm.v1.engine.llm_engine import LLMEngine", 0.01, "max_num_batched_tokens=16384", {
@@ -68,8 +70,8 @@ ENGINES: dict[str, EngineCaps] = {
             "enable_chunked_prefill", "mm_device_do_normalize", "pipeline_parallel_size", "data_parallel_*",
             "*_context_parallel_size", "nnodes", "node_rank", "*lora*", "spec*", "logits_processors",
             "watermark_config", "hf_overrides", "trust_remote_code"),
-        own_weights=True, measures_work=True, adapters=True, rounds_float32=True, min_p_first=True, rope=("longrope", ),
-        counts_media=True, reads_media=True),
+        own_weights=True, measures_work=True, adapters=True, rounds_float32=True, first_temperature=True,
+        min_p_first=True, rope=("longrope", ), counts_media=True, reads_media=True),
     "sglang": EngineCaps(
         "SGLang", f"{install_command('sglang')}, in an environment without vLLM",
         "from sglang.srt.entrypoints.engine import Engine", 1e-6, "chunked_prefill_size=4096", {
@@ -81,8 +83,8 @@ ENGINES: dict[str, EngineCaps] = {
         }, ("load_format", "skip_tokenizer_init", "sampling_backend", "device", "base_gpu_id", "dp_size", "pp_size",
             "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
             "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*", "trust_remote_code"),
-        own_weights=True, own_process=True, buckets=True, rounds_float32=True, penalizes=False, rope=(),
-        counts_media=True),
+        own_weights=True, own_process=True, buckets=True, rounds_float32=True, first_temperature=True,
+        penalizes=False, rope=(), counts_media=True),
 }  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 HF_KEPT_PART = 32  # on a GPU the cache stays while the engine sleeps if it takes at most this part of the memory

@@ -27,6 +27,9 @@ def engine_problems(c: Config, world_size: int, cuda: bool) -> Iterator[str]:
     for option, value in unread(c, engine, options(c)["engine_type"].choices or ()):
         yield (f"{option.flag} {_text(value)}: has no effect with --engine_type {engine}; add --engine_type "
                f"{option.read_by[0]} or drop {option.flag}")
+    if c.rollout.use_fire and not c.rollout.caps.first_temperature:
+        yield (f"--use_fire: --engine_type {engine} draws the first token at the temperature of the others; drop it or "
+               "use --engine_type hf")
     if c.rollout.caps.install:
         yield from _native_engine(c, engine, cuda)
     elif c.rollout.fused_decode:

@@ -10,6 +10,7 @@ from lightrft.config.engines import ENGINES, HF_CACHE_PART, host_cache, LARGE_DE
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.models.activations import ModelShape
 from lightrft.strategy.memory import ModelSize
+from lightrft.strategy.sharding import is_whole
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if missing := sorted(name for name in members() if not hasattr(engine, name)):
         raise UserError(f"--engine_type {name}: the engine has no {', '.join(missing)}; lightrft.rollout.engine."
                         "RolloutEngine says what each is (docs/contributing.md, An engine)")
+    check_own_weights(cfg, actor, engine)
     return engine
 
 
@@ -59,6 +61,19 @@ def _check_builder(name: str, build: Any, count: int) -> None:
     except TypeError as error:
         raise UserError(f"{where} is called as (cfg, actor, device, tokenizer, bf16, limit_s), and takes "
                         f"{signature(build)}: {error}") from error
+
+
+def check_own_weights(cfg: RolloutConfig, actor: Any, engine: "RolloutEngine") -> None:
+    """Refuse an engine that does not have the weights that its capabilities say: memory and syncs depend on them.
+
+    Raises:
+        UserError: it computes with the trainer's weights, or with others, and should not.
+    """
+    shares = not cfg.caps.own_weights and all(map(is_whole, actor.hf_model.parameters()))
+    if bool(held := engine.shared_storage()) != shares:
+        raise UserError(f"--engine_type {cfg.engine_type}: shared_storage() of the engine names {len(held)} weights of "
+                        f"the trainer, and its EngineCaps have own_weights={cfg.caps.own_weights}; make them agree "
+                        "(lightrft/config/engines.py)")
 
 
 def members() -> set[str]:

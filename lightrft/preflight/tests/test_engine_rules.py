@@ -157,3 +157,12 @@ def test_an_engine_of_another_package_needs_its_line_of_facts_alone(monkeypatch)
     missing = ("--engine_type other: the package other is not installed; run: pip install other or use the built-in "
                "engine: --engine_type hf")
     assert list(missing_engine(config)) == [missing]
+
+
+def test_fire_needs_an_engine_that_heats_the_first_token(monkeypatch):
+    config = parse_config(["--use_fire", "true"], defaults=BASE).config
+    assert not list(engine_problems(config, 1, False))
+    monkeypatch.setitem(ENGINES, "hf", EngineCaps("Other"))
+    assert list(engine_problems(config, 1, False)) == [
+        "--use_fire: --engine_type hf draws the first token at the temperature of the others; drop it or use "
+        "--engine_type hf"]  # yapf: disable

@@ -7,15 +7,19 @@ from types import SimpleNamespace
 import pytest
 from transformers import Qwen2Config
 
+from lightrft.config.engines import EngineCaps, ENGINES
 from lightrft.config.schema import RolloutConfig
+from lightrft.rollout import scheduler
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.engines import ENGINES, get_engine
+from lightrft.rollout.engines import get_engine
 from lightrft.rollout.hf import engine as hf
+from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.scheduler import generate, Quota, Scheduler
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.tests.support.episodes import episodes_of
 from lightrft.tests.support.turns import PARAMS
 from lightrft.types import Key, Segment
+from lightrft.utils import watchdog
 from lightrft.utils.errors import UserError
 
 GREEDY = replace(PARAMS, temperature=0.0)
@@ -123,6 +127,70 @@ def test_an_error_of_one_caller_leaves_the_others_alone():
     assert any(each.open for each in other) and not Scheduler.of(shared).flights
 
 
+def test_an_aborted_episode_may_be_submitted_again_at_once():
+    """What it had drawn before an error is not taken for a part of the new one; two at once are refused."""
+    shared, samples, other = engine(), episodes(), episodes("judge")
+
+    def broken(finished):
+        raise KeyError("reward")
+
+    with Scheduler.of(shared).submit(samples, PARAMS) as run:
+        with pytest.raises(KeyError, match="reward"):
+            generate(shared, other, PARAMS, heard=broken)
+        with pytest.raises(ValueError, match=r"one key, Key\(role='sample', group=\d, index=\d\)"):
+            Scheduler.of(shared).submit([each for each in episodes() if each.key in run.scheduler.flights], PARAMS)
+        generate(shared, again := episodes("judge"), PARAMS)
+        while run.wanted:
+            run.step()
+    same(samples, alone())
+    same(again, alone("judge"))
+
+
+def test_an_error_of_a_listener_frees_the_cache_at_once():
+    shared = engine()
+    with pytest.raises(ZeroDivisionError):
+        generate(shared, episodes(), PARAMS, heard=lambda finished: 1 / 0)
+    assert shared._space is None and not shared._queue.open
+    generate(shared, samples := episodes(), PARAMS)
+    same(samples, alone())
+    assert shared._space is not None, "else every call would allocate it anew"
+
+
+class Silent(HFEngine):
+    """An engine that never ends a response."""
+
+    def step(self):
+        """Draw nothing."""
+        return []
+
+
+def test_an_engine_that_draws_nothing_is_no_endless_wait(monkeypatch):
+    """On a single process nobody else would notice; on several the watchdog hears of progress alone."""
+    monkeypatch.setattr(scheduler, "_IDLE_ROUNDS", 10)
+    silent, before = Silent(engine().model, []), watchdog.ticks()
+    with pytest.raises(RuntimeError, match=r"Silent has ended none of 18 responses in \d+ rounds"):
+        generate(silent, episodes(), PARAMS)
+    assert watchdog.ticks() == before and not silent._queue.open
+
+
+def test_a_turn_that_takes_long_is_no_silence(monkeypatch):
+    """Neither is a response of many tokens: a round of the HF engine says that it draws."""
+    monkeypatch.setattr(scheduler, "_IDLE_ROUNDS", 1)
+    shared, slow, polls, before = engine(), Future(), [], watchdog.ticks()
+    monkeypatch.setattr(slow, "done", lambda: polls.append(1) or len(polls) > 300)
+    slow.set_result(None)
+    generate(shared, asked := episodes(groups=1)[:1], PARAMS, lambda stopped: [slow])
+    assert len(polls) > 300 and not asked[0].open and watchdog.ticks() - before > 300
+
+
+def test_an_engine_that_does_not_wait_is_named(monkeypatch):
+    shared = engine()
+    submit = shared.submit
+    monkeypatch.setattr(shared, "submit", lambda asked, params, waits: submit(asked, params))
+    with pytest.raises(RuntimeError, match="HFEngine has no waiting response .*waits=True"):
+        generate(shared, episodes(), PARAMS, lambda stopped: [[200]] * len(stopped))
+
+
 def test_an_error_in_a_round_ends_all(monkeypatch):
     shared, samples = engine(), episodes()
     with Scheduler.of(shared).submit(samples, PARAMS) as run:
@@ -165,7 +233,7 @@ def test_a_part_that_no_engine_may_return_is_named(changed, words):
 
 
 def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
-    config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config()))
+    config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config(), parameters=list))
     strategy = SimpleNamespace(plans=False, device="cpu", cfg=SimpleNamespace(collective_limit_s=1))
     for built, missing in ((SimpleNamespace(weight_version=0), [
             "abort", "fingerprints", "group", "reset", "resume", "shared_storage", "shutdown", "sleep", "step",
@@ -174,6 +242,9 @@ def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
         monkeypatch.setattr(hf, "build_hf_engine", lambda *args: built)  # noqa: B023
         with pytest.raises(UserError, match=f"the engine has no {', '.join(missing)};") if missing else nullcontext():
             assert get_engine(RolloutConfig(), config, strategy, None) is built
+    monkeypatch.setitem(ENGINES, "hf", EngineCaps("Other", own_weights=True))
+    with pytest.raises(UserError, match=r"names \d+ weights of the trainer, and its EngineCaps have own_weights=True"):
+        get_engine(RolloutConfig(), config, strategy, None)
 
 
 def test_an_engine_without_a_folder_or_a_builder_is_named(monkeypatch):
