@@ -25,6 +25,7 @@ EXTRAS = {
     "flash-attn": ["flash-attn>=2.6,<3"],  # built against the torch that is installed; no test here has a GPU for it
     "bitsandbytes": ["bitsandbytes>=0.50,<0.51"],
     "vl": ["pillow>=12", "torchvision"],
+    "agents": ["renderers>=0.1.12,<0.2; python_version >= '3.11'"],
     "audio": ["soxr>=1.0,<1.2", "soundfile>=0.13,<0.15"],
     "video": ["av>=16,<19"],
     "wandb": ["wandb>=0.19,<1"],

@@ -143,6 +143,9 @@ class RL(_Training):
         train_dataset: prompts: a Hugging Face ``Dataset``, a pandas ``DataFrame``, a list of dicts, or what
             ``--prompt_data`` takes.
         eval_dataset: held-out prompts, likewise.
+        environment: answers the turns of the policy: a class (:class:`lightrft.environments.Environment`, or one of
+            another trainer), or what ``--environment`` takes. Without ``rewards`` its rewards are those of the run.
+        tools: functions that the policy may call, in place of an environment.
         plugins: Python files, or names of modules, to import, one or several, as for ``--plugin``.
         options: every option of ``lightrft train --help all``, by name.
 
@@ -152,12 +155,18 @@ class RL(_Training):
     tree, data = Config, ("prompt_data", "eval_data")
 
     def __init__(self, model: str | Path, rewards: Reward | Sequence[Reward] | None = None,
-                 train_dataset: Data | None = None, eval_dataset: Data | None = None, *, plugins: Plugins = (),
-                 **options: Any) -> None:
+                 train_dataset: Data | None = None, eval_dataset: Data | None = None, *,
+                 environment: str | Path | type | None = None, tools: Sequence[Callable[..., Any]] = (),
+                 plugins: Plugins = (), **options: Any) -> None:
         if rewards is not None:
             if "reward" in options:
                 raise UserError("reward is given by the keyword rewards already; drop it")
             options["reward"], self.functions = _selected(_listed(rewards))
+        if environment is not None or tools:
+            options["environment"], objects = _environment(environment, tools)
+            self.functions = {**self.functions, **objects}
+            if not tools and "reward" not in options:
+                options["reward"] = ["environment"]
         super().__init__(model, train_dataset, eval_dataset, plugins, options)
 
     def _train(self, exits: bool) -> None:
@@ -330,6 +339,23 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Iterable[Reward]:
     pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], Real)
     several: Any = rewards
     return several if isinstance(rewards, Sequence) and not pair else [several]
+
+
+def _environment(environment: str | Path | type | None, tools: Sequence[Callable[...,
+                                                                                 Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the entry of ``--environment``, and the objects of this program that it names."""
+    if environment is not None and tools:
+        raise UserError("environment and tools: an environment has its own tools; give one of the two")
+    if isinstance(environment, (str, Path)):
+        return str(environment), {}
+    if environment is None:
+        wrong = next((tool for tool in tools if not callable(tool)), None)
+        if wrong is not None:
+            raise UserError(f"tools: {wrong!r} is no function")
+        return "tools of this program", {"tools of this program": [*tools]}
+    if not inspect.isclass(environment):
+        raise UserError(f"environment: {environment!r} is no class; one object of it is made for each response")
+    return f"environment {environment.__name__}", {f"environment {environment.__name__}": environment}
 
 
 def _selected(rewards: Iterable[Reward]) -> tuple[list[str], dict[str, Callable[..., Any]]]:

@@ -59,6 +59,11 @@ class Advantage(Chosen):
     takes_steps: bool = False  # defined for rewards of single steps, exp.step_rewards
     needs_positive: bool = False  # a group whose mean reward is not above 0 cannot be used
 
+    @property
+    def takes_turns(self) -> bool:
+        """True if the reward of a turn belongs to the last token of the turn; others take the sum of the turns."""
+        return self.takes_steps and not self.needs_group
+
 
 @dataclass(frozen=True)
 class Surrogate(Chosen):

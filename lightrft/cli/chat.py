@@ -67,6 +67,8 @@ def chat(parsed: ParsedConfig) -> None:
 
         talk(Conversation(model, engine, parsed.config.seed), sys.stdin, write, "> " if shown else "")
         engine.shutdown()
+        if model.environment is not None:
+            model.environment.shutdown()
 
 
 if __name__ == "__main__":

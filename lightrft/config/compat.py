@@ -40,8 +40,7 @@ _WORKERS = "data are prepared ahead of time in background threads; drop the flag
 _OWN_ENGINE = "the engine shares the GPUs of training and is started with it; use --engine_type"
 _REENTRANT = "checkpointing is always non-reentrant; use --gradient_checkpointing"
 _AVERAGE = "an averaged copy of the weights is not part of this release; use --best_metric to keep the best one"
-_AGENT = ("in Python SPMDPPOTrainer(..., environment=...) answers the model; on the command line "
-          "--reward path.py:function scores its answers")
+_AGENT = "use --environment FILE, which takes such a file as it is (docs/environments.md)"
 _SHARED = "all models share the GPUs of training, which torchrun starts: --nproc-per-node, --nnodes"
 _BUCKETS = "weights are sent to the engine in buckets of --sync_bucket_mib; drop the flag"
 _DIVISIONS = ("pipeline_model_parallel_size", "pipeline_parallel_size", "tensor_model_parallel_size",

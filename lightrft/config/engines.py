@@ -3,7 +3,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.config.options import COUNT, NON_NEGATIVE, option, PROBABILITY
+from lightrft.config.options import COUNT, NON_NEGATIVE, option, POSITIVE, PROBABILITY
 from lightrft.utils.errors import install_command
 
 
@@ -108,7 +108,8 @@ def host_cache(share: float, total: float) -> float:
 
 @dataclass
 class EngineConfig:
-    """The engine, the lengths that it is started for, and the restriction of the sampled distribution."""
+    """The engine, the lengths that it is started for, the restriction of the sampled distribution, and what answers the
+    turns of the model."""
     engine_type: str = option("hf", "rollout engine; hf needs no other package", tuple(ENGINES), common=True)
     prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT, common=True)
     generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT, common=True)
@@ -145,6 +146,16 @@ class EngineConfig:
         "--rollout_correction", ("none", "fp8"), read_by=("vllm", "sglang"))
     engine_args: list[str] = option([], "arguments passed to vLLM or SGLang itself, name=value, e.g. "
                                     "enforce_eager=true", read_by=("vllm", "sglang"))
+    environment: str | None = option(
+        None, "tools, game or user that answers the turns of the model: a python file 'path.py[:name]' with a class or "
+        "a list of functions, or a registered name; it runs in worker processes (docs/environments.md)")
+    max_turns: int = option(8, "limit on the turns of the model in one response", within=COUNT,
+                            needs="environment FILE.py")
+    env_timeout_s: float = option(
+        60.0, "seconds that an environment may take for one answer; a response whose environment takes longer is left "
+        "unscored", within=POSITIVE, needs="environment FILE.py", free=True)
+    env_workers: int = option(1, "worker processes per rank in which environments run", within=COUNT,
+                              needs="environment FILE.py", free=True)
 
     @property
     def caps(self) -> EngineCaps:

@@ -1,6 +1,5 @@
 """Names of other trainers that no option here has, by the reason, which the error for such a flag says."""
-_TOOLS = ("nothing on the command line; in Python SPMDPPOTrainer(..., environment=...) answers the model "
-          "(docs/contributing.md)")
+_TOOLS = "--environment FILE, which answers the model with tools, a game or a user (docs/environments.md)"
 
 _REASONS: dict[str, str] = {
     # models and adapters
@@ -151,7 +150,7 @@ _REASONS: dict[str, str] = {
 
 NOTHING: dict[str, str] = {name: f"nothing, {reason}" for reason, names in _REASONS.items() for name in names.split()}
 NOTHING |= dict.fromkeys(
-    ("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations", "mask_tool_call", "max_turns",
+    ("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations", "mask_tool_call",
      "multi_turn_scheduler", "multi_turn_enable", "multi_turn_max_turns", "multi_turn_max_assistant_turns",
      "multi_turn_tool_config_path", "multi_turn_format", "tool_config_path", "agent_template"), _TOOLS)
 """Names of other trainers -> why there is no flag here."""

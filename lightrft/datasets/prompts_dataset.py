@@ -1,6 +1,6 @@
 """Data set of tokenized :class:`~lightrft.types.Prompt` of the wanted difficulty, from rows of any known schema."""
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -105,6 +105,7 @@ class PromptsDataset(MixedDataset["Prompt"]):
         media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
         suffix: text at the end of every prompt.
         scored: whether anything scores the responses, so that missing reference answers are worth a warning.
+        tools: schemas that the chat template shows in every prompt; those of a row win.
 
     Attributes:
         dropped: prompts left out because they are too long.
@@ -114,9 +115,13 @@ class PromptsDataset(MixedDataset["Prompt"]):
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt_max_len: int, split: str = "train",
-                 media: "MediaStore | None" = None, suffix: str = "", scored: bool = True) -> None:
+                 media: "MediaStore | None" = None, suffix: str = "", scored: bool = True,
+                 tools: Sequence[dict[str, Any]] = ()) -> None:
         parts, self.probs = load_specs(cfg, split)
         self._renderer, self._media, self._scored = Renderer(cfg, tokenizer, suffix), media, scored
+        if tools:  # the renderer has checked those of the option
+            kwargs = cfg.chat_template_kwargs | {"tools": [*tools]}
+            self._renderer.cfg = replace(cfg, chat_template_kwargs=kwargs)
         self._records: list[Record] = []
         self._uids: list[str] = []
         self.sizes, self.dropped = [], 0

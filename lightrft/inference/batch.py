@@ -69,7 +69,7 @@ def _prompts(config: GenerateConfig, model: LoadedModel) -> Sequence[Prompt]:
     """Read the prompts of this run."""
     rl = model.config
     data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
-                          suffix=config.data.wish, scored=bool(config.scoring.score))
+                          suffix=config.data.wish, scored=bool(config.scoring.score), tools=model.tools)
     return _of_iteration(config, data)
 
 

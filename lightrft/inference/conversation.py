@@ -1,5 +1,5 @@
 """A conversation with a model in an engine: turns, pictures, and answers that appear while they are generated."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -11,6 +11,7 @@ from lightrft.inference.loading import LoadedModel
 from lightrft.models.vocabulary import check_rows
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.scheduler import generate
+from lightrft.trainer.environment import turns_of
 from lightrft.trainer.samples import decode, sample_seed
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
@@ -60,11 +61,8 @@ class Conversation:
         said: Message = {"role": "user", "content": parts if self.waiting else text}
         pictures, self.waiting = [*self.pictures, *self.waiting], []
         prompt = self._prompt([*self.messages, said], pictures)
-        answer = ""
-        for piece in self._pieces(prompt):
-            answer += piece
-            yield piece
-        self.messages += [said, {"role": "assistant", "content": answer}]
+        pieces = self._pieces if self.model.environment is None else self._played
+        self.messages += [said, *(yield from pieces(prompt))]
         self.pictures, self.turns = pictures, self.turns + 1
 
     def _prompt(self, messages: list[Message], pictures: list[str]) -> Prompt:
@@ -74,12 +72,12 @@ class Conversation:
         data = replace(config.data, prompt_data=[hold_rows([row])])
         with silent():  # columns are those of a chat
             prompt = PromptsDataset(data, self.model.tokenizer, config.rollout.prompt_max_len, media=self.model.media,
-                                    scored=False)[0]
+                                    scored=False, tools=self.model.tools)[0]
         check_rows(None, str(config.model.pretrain), self.model.tokenizer, [("the conversation", prompt.token_ids)])
         return prompt
 
-    def _pieces(self, prompt: Prompt) -> Iterator[str]:
-        """Generate an answer a few tokens at a time, each piece from where the last one ended."""
+    def _pieces(self, prompt: Prompt) -> Generator[str, None, list[Message]]:
+        """Generate an answer a few tokens at a time, each piece from where the last one ended; return its message."""
         cfg, tokenizer = self.model.config.rollout, self.model.tokenizer
         sampling = self.model.sampling
         answer, shown = Episode(prompt, self.turns, 0, role="chat", seed=sample_seed(self.seed, self.turns)), ""
@@ -91,6 +89,25 @@ class Conversation:
             text = answer.text if ended else answer.text.rstrip(UNFINISHED)
             yield text[len(shown):]
             shown = text
+        return [{"role": "assistant", "content": shown}]
+
+    def _played(self, prompt: Prompt) -> Generator[str, None, list[Message]]:
+        """Generate an answer with its environment, yield the turns and what they were answered with, and return them as
+        messages."""
+        sampling, environment = self.model.sampling, self.model.environment
+        answer = Episode(prompt, self.turns, 0, role="chat", seed=sample_seed(self.seed, self.turns))
+        with turns_of(environment, self.model.tokenizer, [answer],
+                      sampling.max_new_tokens) as (turns, hears_cuts):  # yapf: disable
+            generate(self.engine, [answer], sampling, turns, hears_cuts=hears_cuts)
+        assert answer.play is not None, "it had an environment"
+        for message in answer.play.messages:
+            name = "" if message["role"] == "assistant" else f"[{message.get('name') or message['role']}] "
+            yield f"{name}{message['content']}\n"
+        if answer.play.failure:
+            yield f"[the environment failed: {answer.play.failure}]\n"
+        decode(self.model.tokenizer, [answer], sampling.stop_token_ids)
+        with_roles = environment is not None and environment.form is not None
+        return answer.play.messages if with_roles else [{"role": "assistant", "content": answer.text}]
 
 
 WORDS = {"exit": "/exit", "clear": "/reset"}  # whole lines that mean a command, in any case, as in OpenRLHF

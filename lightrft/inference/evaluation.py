@@ -86,7 +86,8 @@ def plan(config: EvaluateConfig, strategy: StrategyBase, reads: Sequence[ReadPro
 
 def _prompts(config: EvaluateConfig, model: LoadedModel) -> PromptsDataset:
     rl = model.config
-    return PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish)
+    return PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish,
+                          tools=model.tools)
 
 
 def _identity(config: EvaluateConfig, prompts: Sequence[Prompt], path: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.datasets.answered import unscored
+from lightrft.environments.play import Player
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import Handle, RewardManager
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
@@ -12,6 +13,7 @@ from lightrft.rollout.scheduler import generate, Round
 from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import Row, RowFiles
 from lightrft.strategy.base import StrategyBase
+from lightrft.trainer.environment import turns_of
 from lightrft.trainer.samples import decode, reward_input, sample_seed
 from lightrft.types import Episode, Prompt
 from lightrft.utils.progress import progress
@@ -105,12 +107,14 @@ class BatchGenerator:
 
     Args:
         media: writes the media of the prompts.
+        environment: answers the turns of the responses.
     """
 
     def __init__(self, strategy: StrategyBase, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase,
-                 sampling: SamplingParams, n: int, seed: int, media: MediaColumns) -> None:
+                 sampling: SamplingParams, n: int, seed: int, media: MediaColumns,
+                 environment: Player | None = None) -> None:
         self.strategy, self.engine, self.tokenizer = strategy, engine, tokenizer
-        self.sampling, self.n, self.seed, self.media = sampling, n, seed, media
+        self.sampling, self.n, self.seed, self.media, self.environment = sampling, n, seed, media, environment
 
     def run(self, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None) -> bool:
         """Answer the prompts that ``files`` does not have; a collective.
@@ -139,10 +143,11 @@ class BatchGenerator:
             for samples in finished.groups:
                 decode(self.tokenizer, samples, self.sampling.stop_token_ids)
                 writer.add(samples[0].group_id, [self.row(sample) for sample in samples],
-                           [reward_input(sample.prompt, sample.text) for sample in samples])
+                           [reward_input(sample.prompt, sample.text, sample.play) for sample in samples])
             return bool(finished.groups) and stop_requested()
 
-        generate(self.engine, episodes, self.sampling, heard=heard)
+        with turns_of(self.environment, self.tokenizer, episodes, self.sampling.max_new_tokens) as (turns, hears_cuts):
+            generate(self.engine, episodes, self.sampling, turns, heard, hears_cuts)
         writer.drain()
 
     def row(self, sample: Episode) -> Row:
@@ -156,5 +161,7 @@ class BatchGenerator:
             given = {"tools": prompt.template_kwargs.get("tools"), "chat_template_kwargs": kwargs}
             found |= {"prompt": prompt.messages or prompt.text, **self.media.of(prompt.media)}
             found |= {name: value for name, value in given.items() if value}
+        if sample.play is not None:
+            found |= {"messages": [*prompt.messages, *sample.play.messages], "turns": sample.play.turns}
         facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
         return found | {name: value for name, value in facts.items() if value not in (None, "")}

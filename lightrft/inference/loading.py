@@ -1,12 +1,16 @@
 """A model in a rollout engine, for commands that generate without training."""
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.template_variables import check_read
+from lightrft.environments.opening import open_pool, player_of, tools_of
+from lightrft.environments.play import Player
 from lightrft.models.config_json import check_context
 from lightrft.models.loader import load_actor
 from lightrft.models.tokenizer import load_tokenizer
@@ -30,12 +34,14 @@ def check_positions(config: Config) -> None:
 
 @dataclass
 class LoadedModel:
-    """A model that is ready to be loaded into an engine: its tokenizer, and the source of its media."""
+    """A model that is ready to be loaded into an engine: its tokenizer, the source of its media, and the environment
+    that answers it."""
     config: Config
     strategy: StrategyBase
     tokenizer: PreTrainedTokenizerBase
     media: MediaStore | None
     repetition_penalty: float = 1.0
+    environment: Player | None = None
 
     @classmethod
     def open(cls, config: Config, strategy: StrategyBase, repetition_penalty: float = 1.0) -> "LoadedModel":
@@ -50,7 +56,13 @@ class LoadedModel:
         tokenizer = load_tokenizer(path, config.data.chat_template)
         check_read(config.data.chat_template_kwargs, [tokenizer])  # a chat has no rows yet
         media = open_media(path, tokenizer, config.data, strategy)
-        return cls(config, strategy, tokenizer, media, repetition_penalty)
+        player = player_of(open_pool(config.rollout), config.rollout, tokenizer, path)
+        return cls(config, strategy, tokenizer, media, repetition_penalty, player)
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """Schemas of the tools of the environment, which prompts show."""
+        return tools_of(None if self.environment is None else self.environment.pool)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -130,6 +130,8 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
         False if a stop request has ended it early.
     """
     _check_tokens(model, prompts)
+    if model.environment is not None:
+        model.environment.check(prompts[0])
     sampling, samples = model.sampling, model.config.rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):
@@ -137,9 +139,11 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     engine = model.start()
     try:
         return BatchGenerator(model.strategy, engine, model.tokenizer, sampling, samples, seed,
-                              MediaColumns(model.media, media)).run(prompts, files, rewards)
+                              MediaColumns(model.media, media), model.environment).run(prompts, files, rewards)
     finally:
         engine.shutdown()
+        if model.environment is not None:
+            model.environment.shutdown()
 
 
 @contextmanager

@@ -25,6 +25,9 @@ def algorithm_problems(c: Config) -> Iterator[str]:
     if estimator in ADVANTAGES:
         yield from _estimator(c, estimator, ADVANTAGES.get(estimator))
         yield from _rewards(c, estimator, ADVANTAGES.get(estimator))
+        if c.rollout.environment is not None and ADVANTAGES.get(estimator).needs_greedy:
+            yield (f"--environment: {estimator} compares with a greedy response, which would need an environment of "
+                   "its own; use --advantage_estimator group_norm")
         yield from _steps(c, estimator, ADVANTAGES.get(estimator)) if c.reward.step_reward == "per_step" else ()
     if correction in CORRECTIONS:
         yield from _bounds(c, correction, CORRECTIONS.get(correction))

@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightrft.config.foreign_values import MANAGERS
+from lightrft.utils.play import Play
 from lightrft.utils.registry import Registry
 from lightrft.utils.score import Score  # noqa: F401  (what a reward manager makes of outcomes)
 
@@ -29,7 +30,8 @@ def is_response_fault(error: BaseException | None) -> bool:
 class RewardInput:
     """One response with all data of its row. ``response`` never contains the prompt; ``media``: keys of those in the
     messages, in order; ``template_kwargs``: for the chat template of a model that renders the messages;
-    ``model_rewards``: scores of the reward models by name, for a function that reads them."""
+    ``model_rewards``: scores of the reward models by name, for a function that reads them; ``play``: what an
+    environment did in the response."""
     prompt: str
     response: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -40,6 +42,17 @@ class RewardInput:
     media: tuple[str, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     model_rewards: dict[str, float | None] = field(default_factory=dict)
+    play: Play | None = None
+
+    @property
+    def answer(self) -> str:
+        """Text that the policy drew: the response without what an environment wrote in it."""
+        return self.response if self.play is None else self.play.answer
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """Messages of the response, with their roles: one of the assistant without an environment."""
+        return [{"role": "assistant", "content": self.response}] if self.play is None else self.play.messages
 
     @property
     def group(self) -> tuple[str, tuple[str, ...]]:

@@ -289,15 +289,17 @@ class RewardManager:
     def _total(self, row: Row) -> Score:
         parts: dict[str, float | None] = {}
         weights = {part.name: weight for part, weight in row.recipe}
-        error, fault, total = None, None, 0.0
+        play = row.item.play
+        error, fault, total = play.failure if play is not None and play.failure else None, None, 0.0
         steps: list[tuple[int, float]] = []
         for name, weight in weights.items():
             outcome = row.outcomes[name]
             parts[name] = outcome.value
             parts |= {f"{name}/{key}": value for key, value in outcome.extra.items()}
             if outcome.value is None:
+                if error is None or error != (play and play.failure):  # that is told already
+                    self._log_once(name, outcome)
                 error = error or outcome.error or "none"
-                self._log_once(name, outcome)
             else:
                 if outcome.fault:
                     fault = fault or outcome.fault

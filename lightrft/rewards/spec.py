@@ -16,7 +16,7 @@ from lightrft.rewards.base import JudgedRow, Outcome, RewardInput, REWARDS
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.rules import FAST
+from lightrft.rewards.rules import environment_score, FAST
 from lightrft.rewards.workers.user_file import check_source, signature_of
 from lightrft.rewards.workers.worker import Spec
 from lightrft.utils.errors import first_line, UserError
@@ -89,8 +89,8 @@ def named_part(name: str, pool: WorkerPool) -> RewardPart:
             raise UserError(NO_MATH_VERIFY)
         spec = Spec("math")
         return RewardPart(name, FAST[name], partial(pool.submit, spec), warm=lambda: pool.load(spec))
-    if name in FAST:
-        return RewardPart(name, FAST[name])
+    if name in FAST or name == "environment":
+        return RewardPart(name, FAST.get(name, environment_score))
     kind = "callable" if signature_of(reward) is None else "function"
     return _in_worker(Spec(kind, function=name, pickled=_pickled(name, reward)), pool)
 

@@ -27,6 +27,8 @@ def probe(manager: RewardManager, rows: list[RewardInput]) -> list[Score]:
     chosen: dict[tuple[str, ...], RewardInput] = {}
     for row in rows:
         kind = tuple(part.name for part, _ in manager.parts_of(row))
+        if "environment" in kind:
+            continue  # it judges what an environment has seen
         if kind not in chosen or (chosen[kind].reference is None and row.reference is not None):
             chosen[kind] = row
     with one_rank_warns("rewards"):

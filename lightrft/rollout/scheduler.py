@@ -62,7 +62,7 @@ Heard = Callable[[Round], bool | None]
 
 
 def generate(engine: SteppedEngine, episodes: Sequence[Episode], params: SamplingParams,
-             next_turn: NextTurn | None = None, heard: Heard | None = None) -> None:
+             next_turn: NextTurn | None = None, heard: Heard | None = None, hears_cuts: bool = False) -> None:
     """Generate unfinished episodes to their end, beside those of other callers; a collective of the ranks that share
     the engine.
 
@@ -74,11 +74,14 @@ def generate(engine: SteppedEngine, episodes: Sequence[Episode], params: Samplin
         heard: hears of finished episodes, round by round. Once it returns True, this rank needs no further token. As
             soon as no rank needs any and a group is finished, the run ends: unfinished responses stay as they are
             ("abort"), perhaps empty. They can be submitted again.
+        hears_cuts: ``next_turn`` also gets the episodes that the limit has cut ("length"); it may answer with None
+            alone, later perhaps.
 
     Raises:
         UserError: ``next_turn`` gives a token that the model does not have.
     """
     with Scheduler.of(engine).submit(episodes, params, next_turn) as run:
+        run.hears_cuts = hears_cuts
         while run.wanted:
             finished = run.step()
             if heard is not None and finished.episodes:
@@ -93,6 +96,7 @@ class Run:
         left: unfinished responses of each group, of all ranks that share the engine.
         groups: episodes of this rank.
         enough: this rank needs no further token.
+        hears_cuts: ``next_turn`` gets episodes that the limit has cut, too.
     """
     scheduler: "Scheduler"
     params: SamplingParams
@@ -101,6 +105,7 @@ class Run:
     left: Counter[GroupKey] = field(default_factory=Counter)
     enough: bool = False
     stopped: bool = False
+    hears_cuts: bool = False
     _ended: list[tuple[GroupKey, Episode]] = field(default_factory=list)  # of all ranks, since the last call of step
     _news: bool = False  # groups were completed since ranks have last agreed to go on
 
@@ -260,7 +265,8 @@ class Scheduler:
                 _check_part(part, flight)
                 drawn = replace(part.segment, version=self.engine.weight_version)
                 flight.episode.add(drawn, part.finish_reason)
-                if part.finish_reason == "stop" and flight.run.next_turn is not None:
+                asks = part.finish_reason == "stop" or part.finish_reason == "length" and flight.run.hears_cuts
+                if asks and flight.run.next_turn is not None:
                     stopped.append(part.key)
                 else:
                     ended[part.key] = None

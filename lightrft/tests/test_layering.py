@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1]
 LAYERS = {
     "utils": 0, "config": 1, "ops": 2, "types": 3, "algorithms": 4, "models": 5, "strategy": 5, "datasets": 5,
-    "rollout": 6, "rewards": 7, "preflight": 8, "trainer": 9, "inference": 10, "cli": 11, "api": 12
+    "rollout": 6, "rewards": 7, "environments": 8, "preflight": 8, "trainer": 9, "inference": 10, "cli": 11, "api": 12
 }
 EXCEPTIONS: set[tuple[str, str]] = set()
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "tests" not in path.relative_to(PACKAGE).parts)

@@ -17,7 +17,7 @@ from lightrft.config.tree import options
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.by_path import adapters_of, finish
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.environment import Environment
+from lightrft.trainer.environment import AnyEnvironment
 from lightrft.trainer.rl_models import Models
 from lightrft.trainer.session import training_session
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
@@ -83,7 +83,7 @@ class TrainerByHand(SPMDPPOTrainer):
                  reward_model: Any = None, initial_model: ActorLanguage | None = None, ema_model: Any = None,
                  actor_optim: Any = None, critic_optim: Any = None, actor_scheduler: Any = None,
                  critic_scheduler: Any = None, *, reward_fn: Reward | None = None,
-                 environment: Environment | None = None, **arguments: Any) -> None:
+                 environment: AnyEnvironment | None = None, **arguments: Any) -> None:
         end_in_one_line()
         _refuse_made({"reward_model": reward_model, "ema_model": ema_model, "actor_optim": actor_optim,
                       "critic_optim": critic_optim, "actor_scheduler": actor_scheduler,
@@ -96,7 +96,7 @@ class TrainerByHand(SPMDPPOTrainer):
             finish(actor, parsed.config.model)
             own = Models(actor, critic, initial_model and initial_model.requires_grad_(False).eval())
             parts = trainer_arguments(parsed.config, session.strategy, session.timer, functions, own)
-            super().__init__(**parts, environment=environment)
+            super().__init__(**parts | ({} if environment is None else {"environment": environment}))
             self._session = stack.pop_all()
 
     def fit(self, args: Any = None, *loaders: Any, **arguments: Any) -> None:

@@ -1,5 +1,7 @@
 """Environments (tools, users, games) that answer a response, which then resumes with another turn."""
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
+from lightrft.environments.play import Player
 from lightrft.rollout.scheduler import NextTurn, Turn
 from lightrft.types import Episode, Prompt
 from lightrft.types.fields import check_declared
@@ -33,6 +36,10 @@ class Environment(Protocol):
         Args:
             response: all turns so far, with earlier answers and special tokens.
         """
+
+
+AnyEnvironment = Environment | Player
+TurnsOf = tuple[NextTurn | None, bool]  # what gives turns, and whether it hears of responses that the limit has cut
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,17 @@ class PendingReply:
                                 f"{name} = {value!r}; numbers of a Reply are int or float, added over its turns")
             self.episode.extra[name] = self.episode.extra.get(name, 0) + value
         return None if reply.text is None else self.renderer.encode_inside([reply.text])[0]
+
+
+@contextmanager
+def turns_of(environment: AnyEnvironment | None, tokenizer: PreTrainedTokenizerBase, episodes: Sequence[Episode],
+             max_new_tokens: int) -> Iterator[TurnsOf]:
+    """Open the environments of episodes, and yield what gives their turns."""
+    if isinstance(environment, Player):
+        with environment.playing(episodes, max_new_tokens) as ask:
+            yield ask, True
+    else:
+        yield next_turn(environment, tokenizer), False
 
 
 def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBase) -> NextTurn | None:

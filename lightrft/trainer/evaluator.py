@@ -11,7 +11,7 @@ from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
-from lightrft.trainer.environment import Environment
+from lightrft.trainer.environment import AnyEnvironment
 from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
 from lightrft.types import Episode, Prompt
 from lightrft.utils.logging import warn_of_all
@@ -59,7 +59,7 @@ class Evaluator:
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
                  tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt],
-                 environment: Environment | None = None) -> None:
+                 environment: AnyEnvironment | None = None) -> None:
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.prompts, self.environment = tokenizer, prompts, environment
         self.correctness, self.warned = Correctness.of(config.reward, config.eval.accuracy_part), False
@@ -71,7 +71,7 @@ class Evaluator:
         """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
         mine = self.strategy.mesh.engines.of(list(enumerate(self.prompts)))
         samples = self._generate(mine)
-        scores = self.rewards.score([reward_input(sample.prompt, sample.text) for sample in samples])
+        scores = self.rewards.score([reward_input(sample.prompt, sample.text, sample.play) for sample in samples])
         for sample, score in zip(samples, scores):
             sample.score = score
         local = [

@@ -19,11 +19,13 @@ from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.scheduler import generate, Quota, Round
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import AdvantageCalculator
-from lightrft.trainer.environment import Environment, next_turn
+from lightrft.environments.play import Player
+from lightrft.trainer.environment import AnyEnvironment, turns_of
 from lightrft.trainer.logprob_pass import LogprobPass
 from lightrft.trainer.metric_sums import response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
+from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import decode, group_seeds, respond, reward_input, sampling_params
 from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
@@ -70,8 +72,8 @@ class RewardListener:
 
     def arrived(self, samples: list[Episode]) -> None:
         """Implement :meth:`Listener.arrived`."""
-        self.rewards.begin([(self.handles[sample.group_id], sample.index, reward_input(sample.prompt, sample.text))
-                            for sample in samples])
+        self.rewards.begin([(self.handles[sample.group_id], sample.index,
+                             reward_input(sample.prompt, sample.text, sample.play)) for sample in samples])
 
     def finished(self, group: int) -> None:
         """Implement :meth:`Listener.finished`."""
@@ -92,7 +94,7 @@ class GreedyBaseline:
     """
 
     def __init__(self, engine: RolloutEngine, rewards: RewardManager, tokenizer: PreTrainedTokenizerBase,
-                 environment: Environment | None = None) -> None:
+                 environment: AnyEnvironment | None = None) -> None:
         self.engine, self.rewards, self.tokenizer, self.environment = engine, rewards, tokenizer, environment
 
     def start(self, samples: list[Episode], sampling: SamplingParams) -> Wait:
@@ -108,7 +110,7 @@ class GreedyBaseline:
         groups = by_group(samples)
         prompts = [(number, group[0].prompt) for number, group in groups.items()]
         greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params, "greedy")
-        handle = self.rewards.submit([reward_input(episode.prompt, episode.text) for episode in greedy])
+        handle = self.rewards.submit([reward_input(episode.prompt, episode.text, episode.play) for episode in greedy])
 
         def wait() -> None:
             self.rewards.flush()
@@ -132,8 +134,9 @@ class GenerationRun:
     def run(self) -> list[Episode]:
         """Generate; return the reported episodes."""
         maker = self.maker
-        generate(maker.engine, [] if self.quota.met else [episode for episode in self.episodes if episode.open],
-                 maker.sampling, next_turn(maker.environment, maker.tokenizer), self._heard if maker.overlaps else None)
+        opened = [] if self.quota.met else [episode for episode in self.episodes if episode.open]
+        with turns_of(maker.environment, maker.tokenizer, opened, maker.sampling.max_new_tokens) as (turns, hears_cuts):
+            generate(maker.engine, opened, maker.sampling, turns, self._heard if maker.overlaps else None, hears_cuts)
         for number, group in self.groups.items():  # nothing is overlapped, or they finished while the engine stopped
             if not any(episode.open for episode in group) and number not in self.quota.finished:
                 self._complete(number)
@@ -198,7 +201,7 @@ class FastExperienceMaker:
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
                  tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
                  timer: Timer, greedy: GreedyBaseline | None = None, overlapped: OverlappedPasses | None = None,
-                 environment: Environment | None = None, media: MediaSource | None = None) -> None:
+                 environment: AnyEnvironment | None = None, media: MediaSource | None = None) -> None:
         self.media = media
         self.config, self.strategy, self.engine, self.rewards = config, strategy, engine, rewards
         self.tokenizer, self.logprobs, self.calculator, self.timer = tokenizer, logprobs, calculator, timer
@@ -207,6 +210,7 @@ class FastExperienceMaker:
         self.listeners: list[Listener] = [self.reward_listener, *([overlapped] if overlapped is not None else [])]
         rollout = config.rollout
         self.per_step = config.reward.step_reward == "per_step"
+        self.turn_rewards = isinstance(environment, Player) and calculator.estimator.takes_turns
         self.sampling = sampling_params(rollout, tokenizer)
         self.limits = MicroBatchLimits(config.train.micro_train_batch_size, config.train.max_tokens_per_micro_batch)
 
@@ -298,6 +302,9 @@ class FastExperienceMaker:
                     baseline()
                 for sample, score in zip(samples, self.reward_listener.scores(), strict=True):
                     sample.score = score
+                    if self.turn_rewards and sample.play is not None and score.total is not None:
+                        weight = score.weights.get("environment", 0.0)
+                        sample.steps = [(at, weight * reward) for at, reward in sample.play.rewards]
                     if score.steps:
                         sample.steps = on_tokens(sample, score.steps, self.tokenizer)
 
@@ -328,9 +335,11 @@ class FastExperienceMaker:
             wait()
         batch, owners = shards.batch(), BatchRanks(self.strategy, numbers, shards.size)
         metrics = response_metrics(shards, self.timer.seconds("rollout"))
+        if isinstance(self.environment, Player):
+            metrics |= play_metrics(episodes, self.strategy)
         metrics |= fill_rewards(batch, episodes, self.calculator.estimator, owners)
         with self.timer("advantage"):
-            if self.per_step:
+            if self.per_step or self.turn_rewards:
                 batch.step_rewards = step_rewards(shards.exp, numbers.tolist(), episodes, self.strategy)
             metrics |= self.calculator(batch, kl_coef)
             shards.update(batch)

@@ -20,11 +20,14 @@ from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
 from lightrft.datasets.records import Message, missing, Record, to_records
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import parse_suite
+from lightrft.environments.opening import open_pool, player_of, tools_of
+from lightrft.environments.play import Player
 from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
 from lightrft.rollout.engines import check_media, check_rope
+from lightrft.trainer.environment_trial import try_environment
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.reward_trial import rendered
 from lightrft.types import Prompt
@@ -38,12 +41,14 @@ USES = {"train": "training", "eval": "evaluation"}  # of the rows of a split
 @dataclass
 class ReadPrompts:
     """Prompts of a run that generates, read on trial: the number of rows of each split that are on this machine and
-    fit, their prompts, and the tokenizer and the media of these; ``later``: some rows are not on this machine."""
+    fit, their prompts, and the tokenizer and the media of these; ``later``: some rows are not on this machine;
+    ``environment``: that of the run, which has played an episode and is over."""
     rows: Counter[str] = field(default_factory=Counter)
     prompts: dict[str, Sequence[Prompt]] = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None
     media: MediaStore | None = None
     later: bool = False
+    environment: Player | None = None
 
 
 def tokenizer_of(path: str, template: str | None,
@@ -82,7 +87,7 @@ def on_disk(cfg: DataConfig, split: str) -> tuple[list[str], list[Rows]]:
 
 
 def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, elsewhere: bool, scored: bool = True,
-                 suffix: str = "") -> Generator[str, None, ReadPrompts]:
+                 suffix: str = "", objects: Mapping[str, Any] = {}) -> Generator[str, None, ReadPrompts]:
     """Read the prompts of a run that generates (:func:`_read`), refuse an engine that cannot take their media, and
     tokenize them, each with ``suffix`` behind it."""
     data, path, most, parts = config.data, str(config.model.pretrain), Counter[str](), list[Rows]()
@@ -95,13 +100,27 @@ def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, el
         yield from _untokenized(config, parts, found, scored)
         return read
     read.media = open_media(path, read.tokenizer, data)
+    read.environment = player_of(open_pool(config.rollout, objects), config.rollout, read.tokenizer, path)
     for split in splits:
         prompts = read.prompts[split] = _tokenized(config, split, read, scored, suffix)
         read.rows[split] = len(prompts) or read.rows[split]
         yield from mixed(data.prompt_data, prompts)
         if prompts and split == splits[0]:
             yield from preview(prompts[0], read.tokenizer)
+    if read.environment is not None:
+        yield from _played(read, config.rollout.generate_max_len)
     return read
+
+
+def _played(read: ReadPrompts, max_new_tokens: int) -> Iterator[str]:
+    """Play an episode of the environment from the first prompt that is on this machine, and end its workers."""
+    assert read.environment is not None, "the caller has seen it"
+    first = next((prompts[0] for prompts in read.prompts.values() if prompts), None)
+    try:
+        if first is not None:
+            yield from try_environment(read.environment, first, max_new_tokens)
+    finally:
+        read.environment.shutdown()
 
 
 def _untokenized(config: Config, parts: Sequence[Rows], found: Found, scored: bool) -> Iterator[str]:
@@ -128,7 +147,8 @@ def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool, suff
     if not any(getattr(local, name) for name in entries):
         return []
     return PromptsDataset(data if complete else replace(local, prompt_data_probs=[]), read.tokenizer,
-                          config.rollout.prompt_max_len, split, read.media, suffix, scored)
+                          config.rollout.prompt_max_len, split, read.media, suffix, scored,
+                          tools_of(None if read.environment is None else read.environment.pool))
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:

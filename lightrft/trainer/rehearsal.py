@@ -16,6 +16,7 @@ from lightrft.config.schema import Config
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten, options
 from lightrft.datasets.media_store import MediaStore
+from lightrft.environments.play import Player
 from lightrft.models.config_json import read_config
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.spec import parse_models
@@ -80,7 +81,7 @@ def rehearse_rows(config: OfflineConfig, trainer: type[OfflineTrainer[Any]], tok
 
 def rehearse_training(config: Config, tokenizer: PreTrainedTokenizerBase | None, prompts: Mapping[str,
                                                                                                   Sequence[Prompt]],
-                      rewards: RewardManager, media: MediaStore | None) -> None:
+                      rewards: RewardManager, media: MediaStore | None, environment: Player | None = None) -> None:
     """Build the trainer of reinforcement learning, without an engine, and find its checkpoint; without ``prompts`` (by
     split), the models alone. A server of rewards need not run yet, so with one the rewards are not probed.
 
@@ -98,8 +99,9 @@ def rehearse_training(config: Config, tokenizer: PreTrainedTokenizerBase | None,
         return
     with silent():  # its rows are reported already
         pretraining = read_pretraining(config, tokenizer, media)
-    SPMDPPOTrainer(tried, strategy, build_models(config, strategy), tokenizer, prompts["train"],
-                   prompts.get("eval", ()), rewards=rewards, media=media, pretraining=pretraining).load_newest()
+    SPMDPPOTrainer(tried, strategy, build_models(config,
+                                                 strategy), tokenizer, prompts["train"], prompts.get("eval", ()),
+                   rewards=rewards, media=media, pretraining=pretraining, environment=environment).load_newest()
 
 
 def _strategy(config: Config | OfflineConfig) -> PlannedStrategy:

@@ -14,7 +14,7 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
 from lightrft.utils.errors import UserError
 
-AWAITED = (None, "unreachable", "no_rival")
+AWAITED = (None, "unreachable", "no_rival", "no_environment")
 """Scored; the server does not run yet; a judge will compare the answer with others."""
 EXCUSED = (*AWAITED, "none")
 """The last one: the function declines to judge."""

@@ -11,9 +11,10 @@ from lightrft.datasets.token_texts import decode_behind
 from lightrft.rewards.base import RewardInput
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.scheduler import generate, Round
-from lightrft.trainer.environment import Environment, next_turn
+from lightrft.trainer.environment import AnyEnvironment, turns_of
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import Play
 from lightrft.utils.progress import phase
 
 
@@ -45,15 +46,15 @@ def sampling_params(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> S
                           stop_token_ids(cfg.stop, tokenizer), cfg.first_token_temperature if cfg.use_fire else None)
 
 
-def reward_input(prompt: Prompt, response: str) -> RewardInput:
+def reward_input(prompt: Prompt, response: str, play: Play | None = None) -> RewardInput:
     """Build the input of a reward. ``response`` does not contain the prompt; a prefill at the end of that is the start
-    of the answer, so rewards read it there, as in TRL."""
+    of the answer, so rewards read it there, as in TRL. ``play``: what an environment did in the response."""
     begun = prefill_of(prompt.messages)
     messages = prompt.messages if begun is None else prompt.messages[:-1]
     return RewardInput(prompt=prompt.text.removesuffix(begun
                                                        or ""), response=(begun or "") + response, messages=messages,
                        data_source=prompt.data_source, label=prompt.label, reference=prompt.reference,
-                       columns=prompt.columns, media=prompt.media, template_kwargs=prompt.template_kwargs)
+                       columns=prompt.columns, media=prompt.media, template_kwargs=prompt.template_kwargs, play=play)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
@@ -70,7 +71,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
     return finished
 
 
-def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: Environment | None,
+def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: AnyEnvironment | None,
             numbered: Sequence[tuple[int, Prompt]], seeds: list[list[int]], sampling: SamplingParams,
             role: str) -> list[Episode]:
     """Generate one decoded response per seed of each numbered prompt, with the engine's current weights.
@@ -84,6 +85,7 @@ def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environme
     def heard(finished: Round) -> None:
         bar.update(len(finished.groups))
 
-    generate(engine, episodes, sampling, next_turn(environment, tokenizer), heard)
+    with turns_of(environment, tokenizer, episodes, sampling.max_new_tokens) as (turns, hears_cuts):
+        generate(engine, episodes, sampling, turns, heard, hears_cuts)
     bar.close()
     return decode(tokenizer, episodes, sampling.stop_token_ids)

@@ -13,6 +13,8 @@ from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.prompts_dataset import PromptsDataset
 from lightrft.datasets.rows import place_of
 from lightrft.datasets.sft_dataset import SFTExample
+from lightrft.environments.opening import open_pool, player_of, tools_of
+from lightrft.environments.play import Player
 from lightrft.models.tokenizer import load_tokenizer
 from lightrft.models.vocabulary import check_rows
 from lightrft.rewards.correctness import check_accuracy_part
@@ -23,7 +25,7 @@ from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.environment import Environment
+from lightrft.trainer.environment import AnyEnvironment
 from lightrft.trainer.evaluator import Evaluator
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, GreedyBaseline
 from lightrft.trainer.logprob_pass import LogprobPass, ModelOffloader
@@ -45,18 +47,21 @@ def trainer_arguments(config: Config, strategy: StrategyBase, timer: Timer, func
     """Return the arguments of :class:`SPMDPPOTrainer` that the options ask for.
 
     Args:
-        functions: of this program, by the names under which ``--reward`` selects them.
+        functions: rewards and the environment of this program, by the names under which options select them.
         own: models that the program has made; the others are those that the options need.
     """
     data, limit, path = config.data, config.rollout.prompt_max_len, str(config.model.pretrain)
     fetch_once(strategy, config, data)
     tokenizer = load_tokenizer(path, data.chat_template)
     media = open_media(path, tokenizer, data, strategy)
+    pool = open_pool(config.rollout, functions)
+    tools = tools_of(pool)
     setup = ScorerSetup.of(config, strategy.device, strategy, media)
     return {
         "config": config, "strategy": strategy, "tokenizer": tokenizer, "media": media, "timer": timer,
-        "prompts": PromptsDataset(data, tokenizer, limit, media=media),
-        "eval_prompts": PromptsDataset(data, tokenizer, limit, "eval", media) if config.held_out else [],
+        "prompts": PromptsDataset(data, tokenizer, limit, media=media, tools=tools),
+        "eval_prompts": PromptsDataset(data, tokenizer, limit, "eval", media, tools=tools) if config.held_out else [],
+        "environment": player_of(pool, config.rollout, tokenizer, path),
         "models": build_models(config, strategy, own),
         "rewards": RewardManager(config.reward, functions, setup),
         "pretraining": read_pretraining(config, tokenizer, media)
@@ -117,7 +122,7 @@ class SPMDPPOTrainer(PPOTrainer):
 
     def __init__(self, config: Config, strategy: StrategyBase, models: Models, tokenizer: PreTrainedTokenizerBase,
                  prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt] = (), timer: Timer | None = None,
-                 rewards: RewardManager | None = None, environment: Environment | None = None,
+                 rewards: RewardManager | None = None, environment: AnyEnvironment | None = None,
                  media: MediaSource | None = None, pretraining: Sequence[SFTExample] = ()) -> None:
         loader = PromptLoader(prompts, config.rollout.rollout_batch_size, config.data.shuffle, config.train.seed)
         total = steps_of_data(config, len(prompts))
@@ -131,6 +136,11 @@ class SPMDPPOTrainer(PPOTrainer):
         setup = ScorerSetup.of(config, strategy.device, strategy, store)
         rewards = rewards or RewardManager(config.reward, setup=setup)
         _try_rewards(config, rewards, prompts, eval_prompts)
+        environment = environment or player_of(open_pool(config.rollout), config.rollout, tokenizer,
+                                               str(config.model.pretrain))  # yapf: disable
+        if isinstance(environment, Player):
+            environment.check(prompts[0])
+        self.environment = environment
         offloader = ModelOffloader(config, strategy, ready.resident, timer)
         engine = _start_engine(config, strategy, ready.actor.model, tokenizer, offloader)
         logprobs = LogprobPass(config, strategy, ready.actor, ready.critic, ready.reference, offloader, ready.teacher)
@@ -152,6 +162,8 @@ class SPMDPPOTrainer(PPOTrainer):
             super().fit()
         finally:
             self.maker.rewards.shutdown()
+            if isinstance(self.environment, Player):
+                self.environment.shutdown()
             self.engine.shutdown()
 
 

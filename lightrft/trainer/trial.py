@@ -157,7 +157,8 @@ def _rehearsed(config: Tree, context: TrialContext = DEFAULT, reads: Sequence[Re
 @try_inputs.register
 def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
     found: Found = {}
-    read = yield from read_prompts(config, ["train", "eval"], found, context.cuda, context.elsewhere)
+    read = yield from read_prompts(config, ["train", "eval"], found, context.cuda, context.elsewhere,
+                                   objects=context.functions)  # yapf: disable
     for entry in config.data.eval_suite:
         yield counted(len(load_suite(entry, True, True)[0]), entry, "eval") if parse_suite(entry)[1] else later(entry)
     ptx = config.ptx.as_data_config(config.data)
@@ -183,7 +184,8 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
             yield try_row(rewards, record, where, config, read.tokenizer)
         if here:
             complete = fits and not read.later and not lines[:len(lines) - len(beside)]
-            rehearse_training(config, read.tokenizer, read.prompts if complete else {}, rewards, read.media)
+            rehearse_training(config, read.tokenizer, read.prompts if complete else {}, rewards, read.media,
+                              read.environment)  # yapf: disable
     finally:
         rewards.shutdown()
 

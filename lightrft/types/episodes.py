@@ -6,6 +6,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from lightrft.types.prompts import Prompt
+from lightrft.utils.play import Play
 from lightrft.utils.score import Score
 
 
@@ -49,7 +50,8 @@ class Episode:
 
     ``score`` is None until the rewards have come. ``steps`` are its rewards of steps, with the tokens of the sequence
     that end them. ``greedy`` holds reward and length of the greedy response to the prompt, where the estimator needs
-    them. ``seed`` is that of the noise: equal seeds and weights give equal responses.
+    them. ``seed`` is that of the noise: equal seeds and weights give equal responses. ``play``: what its environment
+    did, if it has one.
     """
     prompt: Prompt
     group_id: int  # number of the prompt: in the rollout batch, or in all draws of the run
@@ -63,6 +65,7 @@ class Episode:
     greedy: tuple[float | None, int] | None = None
     role: str = "sample"
     seed: int = 0
+    play: Play | None = None
 
     @classmethod
     def of(cls, prompt: Prompt, group_id: int, index: int, drawn: Segment, finish_reason: str) -> "Episode":
@@ -80,8 +83,12 @@ class Episode:
     def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
         """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers, score and seed.
         """
+        play = Play.load(state.get("play"))
+        if play is not None and play.opened is not None and state["finish_reason"] != "abort":
+            prompt = replace(prompt, **play.opened)  # an unfinished response begins its environment again
         episode = cls(prompt, group_id, index, [], state["finish_reason"], state.get("text", ""),
-                      state.get("extra", {}), seed=state.get("seed", 0))  # yapf: disable
+                      state.get("extra", {}), seed=state.get("seed", 0),
+                      play=play)  # yapf: disable
         if state.get("score"):
             episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
             episode.steps = [(end, reward) for end, reward in state["steps"]]
@@ -97,7 +104,7 @@ class Episode:
         return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
                 "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra,
                 "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy,
-                "seed": self.seed}  # yapf: disable
+                "seed": self.seed, "play": self.play and asdict(self.play)}  # yapf: disable
 
     @property
     def key(self) -> Key:
@@ -146,6 +153,11 @@ class Episode:
     def response_len(self) -> int:
         """Number of tokens after the prompt."""
         return sum(len(each.token_ids) for each in self.segments)
+
+    @property
+    def drawn_len(self) -> int:
+        """Number of tokens that the policy drew."""
+        return sum(len(each.token_ids) for each in self.segments if each.drawn)
 
     @property
     def num_tokens(self) -> int:

@@ -117,7 +117,7 @@ def test_words_without_effect_share_a_line_and_come_once(capsys: pytest.CaptureF
     ("actor_rollout_ref.model.trust_remote_code", "here: nothing, code of a model's folder is never run"),
     ("use_rslora hub_strategy disable_tqdm neftune_noise_alpha config-name algorithm.use_pf_ppo", "here: nothing, "),
     ("critic.use_dynamic_bsz data.gen_batch_size wandb", "here: --"),
-    ("actor_rollout_ref.rollout.multi_turn.max_turns", "environment=...) answers the model"),
+    ("actor_rollout_ref.rollout.multi_turn.max_turns", "--environment FILE, which answers the model"),
     ("real_tau", "unknown flag --{}\n"),
 ])
 def test_short_names_and_those_of_standard_scripts_are_answered(names: str, said: str,

@@ -9,9 +9,10 @@
 - ``compute_score(data_sources, solution_strs, ground_truths, extra_infos=None)``: the same for lists.
 - ``f(prompts, completions, **columns)``: lists in, a list out; None leaves a response unscored.
 
-Each may be ``async``, an object with ``__call__`` or a ``functools.partial``. A parameter without a default has to be
-one of these or, in a function of lists, a column of the rows. A function of lists always gets whole groups, the
-responses to a prompt.
+Each may have a parameter ``turns``: the messages of a response (lists: of each), with their roles, where an environment
+answers. Each may be ``async``, an object with ``__call__`` or a ``functools.partial``. A parameter without a default
+has to be one of these or, in a function of lists, a column of the rows. A function of lists always gets whole groups,
+the responses to a prompt.
 """
 import importlib.util
 import inspect
@@ -181,14 +182,15 @@ def _query_arguments(batch: list[RewardInput]) -> dict[str, Any]:
         "queries": [item.prompt + item.response for item in batch],
         "prompts": [item.prompt for item in batch],
         "labels": [item.label if item.reference is None else item.reference for item in batch],
+        "turns": [item.turns for item in batch],
     }
 
 
 def _completion_arguments(batch: list[RewardInput]) -> dict[str, Any]:
     return _columns(batch) | {
         "prompts": [item.messages or item.prompt for item in batch],
-        "completions": [[{"role": "assistant", "content": item.response}] if item.messages else item.response
-                        for item in batch],
+        "completions": [item.turns if item.messages else item.response for item in batch],
+        "turns": [item.turns for item in batch],
     }
 
 
@@ -198,6 +200,7 @@ def _lists_of_compute_score(batch: list[RewardInput]) -> dict[str, Any]:
         "solution_strs": [item.response for item in batch],
         "ground_truths": [item.reference for item in batch],
         "extra_infos": [_extra_info(item) for item in batch],
+        "turns": [item.turns for item in batch],
     }
 
 
@@ -219,7 +222,7 @@ def _score_arguments(batch: list[RewardInput]) -> dict[str, Any]:
     """Return the arguments of verl's contract for the first response."""
     item = batch[0] if batch else RewardInput("", "")
     return {"data_source": item.data_source, "solution_str": item.response, "ground_truth": item.reference,
-            "extra_info": _extra_info(item)}  # yapf: disable
+            "extra_info": _extra_info(item), "turns": item.turns}  # yapf: disable
 
 
 _ARGUMENTS = {"model_rewards": _model_reward_arguments,

@@ -7,6 +7,7 @@ from typing import Any
 from lightrft.algorithms.base import REGISTRIES
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
+from lightrft.tests.support import environments
 from lightrft.tests.support.own_options import OPTIM, own_options
 from lightrft.tests.support.runs import Run
 
@@ -24,6 +25,7 @@ LONG = {"overlong_buffer": True, "overlong_buffer_len": 8}
 TIS = {"rollout_correction": "tis", "bf16": True}
 ENTROPY = {"entropy_target": 50.0, "max_steps": 2}
 PTX = {"pretrain_data": ["@chats"], "pretrain_max_len": 200, "ptx_batch_size": 2}
+ECHO = {"environment": f"{environments.__file__}:Echo", "generate_max_len": 24}
 TWO, FOUR = {"max_steps": 2}, {"max_steps": 4}
 
 
@@ -140,6 +142,8 @@ FLIPS: dict[str, Flip] = {
     "generate_max_len": Flip(5, metric("rollout/response_len/max")),
     "stages": Flip(["5:1", "12"], metric("rollout/response_len/max", 0), TWO),
     "temperature": Flip(0.5, said("response")),
+    "environment": Flip(ECHO["environment"], metric("rollout/response_len/mean"), {"generate_max_len": 24}),
+    "max_turns": Flip(1, metric("env/turns/mean"), ECHO),
     "top_p": Flip(0.5, said("response")),
     "top_k": Flip(2, said("response")),
     "min_p": Flip(0.5, said("response")),
@@ -273,6 +277,9 @@ _ENGINE = [name for name, option in options(Config).items() if option.read_by ==
 _LOSSES = ("cispo_absolute", "policy_drift_coef", "sapo_tau_pos", "sapo_tau_neg", "dppo_delta", "dppo_ratio_max",
            "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio", "kl_cov_coef", "kl_cov_abs")
 SHOWN: dict[str, str] = {
+    "env_timeout_s": "lightrft/environments/tests/test_pool.py::"
+                     "test_a_fault_costs_its_response_alone_and_no_other_waits",
+    "env_workers": "lightrft/environments/tests/test_pool.py::test_sessions_have_their_own_state",
     "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",
     "use_liger": _M + "test_liger.py::test_a_device_is_needed",
     "fused_logprobs": _M + "test_loader.py::test_the_option_selects_the_kernels_of_log_probs",

@@ -1,0 +1,125 @@
+"""Contract of environments. Nothing here imports torch: worker processes import this module."""
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lightrft.utils.registry import Registry
+
+Message = dict[str, Any]
+FAILURES = ("timeout", "exception", "worker_died")
+"""Causes for which an environment is to blame: they leave a response without a reward."""
+LIMITS = ("no_room", "max_turns", "open_thought")
+"""Causes that end a response early without a fault: it is scored as it stands."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Row of the data, as an environment reads it: the fields of :class:`lightrft.types.Prompt` that are no tokens."""
+    uid: str
+    text: str
+    messages: list[Message] = field(default_factory=list)
+    data_source: str = ""
+    label: str = ""
+    reference: Any = None
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Call of a tool in a turn. ``error`` says why it cannot be made ("" if it can), such as arguments that are no
+    JSON; ``raw`` is what the policy wrote."""
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    raw: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy.
+
+    Attributes:
+        text: what it drew, with calls and thoughts, without special tokens at its end.
+        calls: the calls of tools in it, in order.
+        message: the turn as a chat message, whose thoughts and calls are apart.
+        number: of the turn in the response, from 0 on.
+        room: tokens that the response may still have.
+        cut: the turn was cut by the limit on tokens; it is the last one.
+        response: the whole response, with earlier turns and answers, for environments that read text.
+    """
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    message: Message = field(default_factory=dict)
+    number: int = 0
+    room: int = 0
+    cut: bool = False
+    response: str = ""
+
+
+@dataclass
+class Step:
+    """Answer of an environment to a turn.
+
+    Attributes:
+        messages: that the policy reads next. A text is a message of the user; None, or no message, ends the response.
+        reward: of the turn; None: it has none.
+        done: the response ends with this turn; its messages are dropped.
+        metrics: numbers of the turn by name; those of a response are added.
+        text: is appended as it is, in place of messages: it has the marks of the template itself.
+    """
+    messages: list[Message] | str | None = None
+    reward: float | None = None
+    done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    text: str | None = None
+
+
+class Environment(Protocol):
+    """Environment of one response, such as a game, or tools with their state.
+
+    An object is made for each response, in a worker process. Its methods may be ``async``; others run in a thread that
+    is the object's own. ``close`` is optional.
+    """
+
+    def reset(self, prompt: Task, seed: int) -> "list[Message] | str | None | Awaitable[Any]":
+        """Begin; return messages that follow those of the prompt, if any.
+
+        Args:
+            seed: the same for all responses to a prompt, and another one in each step of the training.
+        """
+
+    def step(self, turn: Turn) -> "Step | Awaitable[Step]":
+        """Answer a turn."""
+
+
+ENVIRONMENTS: Registry[Callable[[], Any]] = Registry("environment")
+"""Name -> what makes the environment of a response: a class, say."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """What a worker loads: a file (and a name in it), or a pickled class, function or list of functions."""
+    path: str = ""
+    name: str = ""
+    pickled: bytes = b""
+
+    @property
+    def title(self) -> str:
+        """The environment in messages."""
+        return f"{self.path}{':' if self.path and self.name else ''}{self.name}"
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a worker tells about an environment: its interface, the schemas of its tools, and whether it answers with
+    text that has the marks of the template."""
+    kind: str
+    tools: tuple[dict[str, Any], ...] = ()
+    writes_marks: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An environment that did not answer: one of :data:`FAILURES`, and a text for people."""
+    cause: str
+    detail: str = ""

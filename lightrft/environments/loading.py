@@ -1,0 +1,88 @@
+"""Loading of an environment in a worker: from a file or a pickled object to what makes one for each response."""
+import importlib.util
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightrft.environments.adapters import adapter_of
+from lightrft.environments.base import EnvironmentSpec, Info
+from lightrft.environments.tools import ToolBox, ToolEnvironment
+from lightrft.utils.errors import CaptureException, UserError
+
+EXPECTED = ("a class with reset(prompt, seed) and step(turn), a class with turn(prompt, response), a list of functions "
+            "that are tools, or a class of another trainer (docs/environments.md)")
+Factory = Callable[[], Any]
+
+
+def check_file(path: Path) -> None:
+    """Raise a :class:`UserError` with file and line if ``path`` is missing, not text or not Python."""
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except FileNotFoundError as error:
+        raise UserError(f"--environment {path}: no such file. Give the path of a Python file") from error
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError(f"--environment {path}{line}: {error}. Correct the file") from error
+    except OSError as error:
+        raise UserError(f"--environment {path} cannot be read: {error}") from error
+
+
+def load(spec: EnvironmentSpec) -> tuple[Factory, Info]:
+    """Return what makes the environment of a response, and its description.
+
+    Raises:
+        UserError: the file cannot be imported, has no such name, or this has no known interface.
+    """
+    made = pickle.loads(spec.pickled) if spec.pickled else _in_file(Path(spec.path), spec.name)
+    if inspect.isclass(made):
+        adapter = adapter_of(made)
+        if adapter is not None:
+            return adapter.factory, adapter.info
+    tools = [made] if inspect.isfunction(made) else list(made) if isinstance(made, (list, tuple)) else []
+    if tools and all(map(callable, tools)):
+        box = ToolBox(tools)
+        return lambda: ToolEnvironment(box), Info("tools", tuple(box.schemas))
+    raise UserError(f"--environment {spec.title}: {made!r} is no environment. Give {EXPECTED}")
+
+
+def _in_file(path: Path, name: str) -> Any:
+    """Return the object ``name`` of a file, or else its only environment."""
+    module = _imported(path)
+    values = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    if name:
+        if name not in values:
+            raise UserError(f"--environment {path}: the file has no {name!r}; it has {', '.join(_own(module))}")
+        return values[name]
+    fitting = [value for value in _own(module).values() if inspect.isclass(value) and adapter_of(value) is not None]
+    if not fitting and isinstance(values.get("tools"), (list, tuple)):
+        return values["tools"]
+    if len(fitting) != 1:
+        raise UserError(f"--environment {path}: {len(fitting)} of its classes are environments "
+                        f"({', '.join(value.__name__ for value in fitting) or 'none'}). Give FILE:NAME, where NAME is "
+                        f"{EXPECTED}")
+    return fitting[0]
+
+
+def _own(module: ModuleType) -> dict[str, Any]:
+    """Return the classes and functions that a file defines."""
+    return {key: value for key, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and not key.startswith("_")}  # yapf: disable
+
+
+def _imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"lightrft_environment_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--environment {path}: no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent))
+    with CaptureException() as captured:
+        spec.loader.exec_module(module)
+    if captured.cause is not None:
+        raise UserError(f"--environment {path} raises while it is imported. Correct the file\n"
+                        f"{captured.text_below(__file__)}")
+    return module

@@ -1,0 +1,238 @@
+"""Episodes with an environment: sessions in workers, turns from tokens, answers back to tokens."""
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.token_texts import decode_behind
+from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
+from lightrft.environments.chat_format import ChatFormat
+from lightrft.environments.pool import Answer, EnvironmentPool
+from lightrft.rollout.scheduler import NextTurn, Turn
+from lightrft.types import Episode, Key, Prompt
+from lightrft.utils.errors import UserError
+from lightrft.utils.play import Play
+from lightrft.utils.watchdog import tick
+
+logger = logging.getLogger(__name__)
+
+_QUICK_S = 0.01  # answers that come so soon resume their responses in the same round, so quick runs repeat to the bit
+_LOOK_S = 1.0  # between two signs of life while resets are waited for
+
+
+@dataclass(frozen=True)
+class PendingAnswer:
+    """A :class:`~lightrft.rollout.scheduler.PendingTurn`: the answer to the last turn of ``episode``."""
+    player: "Player"
+    episode: Episode
+    answer: "Future[Answer]"
+    drawn: int  # tokens of the turn
+    room: int
+    cut: bool
+    asked: float
+
+    def done(self) -> bool:
+        """Return True once the environment has answered, or failed."""
+        return self.answer.done()
+
+    def result(self) -> Turn:
+        """Note what the environment says, and return the tokens that follow the turn; None: the response ends."""
+        play, answer = _play(self.episode), self.answer.result()
+        play.wait_s += time.monotonic() - self.asked
+        if isinstance(answer, Failure):
+            play.failure = answer.cause
+            self.player.log_once(answer)
+            return None
+        if answer.reward is not None:
+            play.rewards.append((self.episode.num_tokens - 1, answer.reward))
+        for name, value in answer.metrics.items():
+            play.metrics[name] = play.metrics.get(name, 0.0) + value
+        if answer.done or self.cut or not (answer.messages or answer.text):
+            return None
+        if play.turns >= self.player.max_turns:
+            play.limit = "max_turns"
+            return None
+        return self._following(play, answer)
+
+    def _following(self, play: Play, answer: Step) -> Turn:
+        tokens = self.player.tokens_of(self.episode, self.drawn, answer)
+        if tokens is None or len(tokens) >= self.room:
+            play.limit = "open_thought" if tokens is None else "no_room"
+            return tokens
+        assert not isinstance(answer.messages, str), "the worker has made messages of it"
+        play.messages += answer.messages or [{"role": "environment", "content": answer.text}]
+        return tokens
+
+
+class Player:
+    """Plays episodes in the environments of a pool: one session each, opened before its first token.
+
+    Args:
+        form: reads turns and writes messages; None: the environment reads and writes text with the marks of the
+            template.
+        prompt_max_len: longest prompt, with the messages of ``reset``, in tokens.
+    """
+
+    def __init__(self, pool: EnvironmentPool, tokenizer: PreTrainedTokenizerBase, form: ChatFormat | None,
+                 max_turns: int, prompt_max_len: int) -> None:
+        self.pool, self.tokenizer, self.form = pool, tokenizer, form
+        self.max_turns, self.prompt_max_len = max_turns, prompt_max_len
+        self._encoder = Renderer(DataConfig(), tokenizer)
+        self._sessions: dict[Key, int] = {}
+        self._logged: set[str] = set()
+        self._quick = True  # no answer was late so far
+
+    @contextmanager
+    def playing(self, episodes: Sequence[Episode], max_new_tokens: int) -> Iterator[NextTurn]:
+        """Open the sessions of episodes that have none, and yield what gives their turns; close those of episodes that
+        are finished then."""
+        self._open([episode for episode in episodes if episode.key not in self._sessions])
+        try:
+            yield lambda ended: self._ask(ended, max_new_tokens)
+        finally:
+            for episode in episodes:
+                if not episode.open:
+                    self._close(episode)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise a :class:`UserError` if a prompt does not show the tools, or is no chat that messages could follow."""
+        if self.pool.info.tools and not prompt.template_kwargs.get("tools"):
+            raise UserError("the prompts do not show the tools of the environment. Remedy: PromptsDataset(..., "
+                            "tools=pool.info.tools)")
+        if self.form is not None and not prompt.messages:
+            raise UserError(
+                f"--environment {self.pool.spec.title} answers with messages, and the prompt {prompt.uid!r} "
+                "is a text. Write prompts as messages, or use --apply_chat_template")
+
+    def shutdown(self) -> None:
+        """Kill the workers."""
+        self.pool.shutdown()
+
+    def log_once(self, failure: Failure) -> None:
+        """Log the first failure of each cause."""
+        if failure.cause not in self._logged:
+            self._logged.add(failure.cause)
+            logger.warning(
+                "an environment failed (%s), and its response is left unscored; further ones are only "
+                "counted, as env/%s\n%s", failure.cause, failure.cause, failure.detail)
+
+    def tokens_of(self, episode: Episode, drawn: int, answer: Step) -> list[int] | None:
+        """Return the tokens of an answer behind the last ``drawn`` tokens of an episode."""
+        if answer.text is not None:
+            return self._encoder.encode_inside([answer.text])[0]
+        if self.form is None:
+            raise UserError(f"--environment {self.pool.spec.title} answers with messages, and its interface "
+                            f"({self.pool.info.kind}) is one of text")
+        ids = episode.token_ids
+        assert not isinstance(answer.messages, str), "the worker has made messages of it"
+        return self.form.continuation(ids[:-drawn], ids[-drawn:], answer.messages or [])
+
+    def _open(self, episodes: Sequence[Episode]) -> None:
+        """Begin sessions, all at once, and add the messages of ``reset`` to the prompts."""
+        groups = [[*run] for _, run in groupby(episodes, lambda episode: episode.key[:2])]
+        resets = [[self._reset(episode, group[0].seed) for episode in group] for group in groups]
+        waiting = {future for futures in resets for future in futures}
+        while waiting:
+            tick()
+            waiting = wait(waiting, _LOOK_S).not_done
+        for group, futures in zip(groups, resets):
+            self._begin(group, [future.result() for future in futures])
+
+    def _reset(self, episode: Episode, seed: int) -> "Future[Answer]":
+        """Begin the session of an episode. One whose session was lost with an earlier process begins again."""
+        restarts = (episode.play.restarts if episode.play else 0) + bool(episode.segments)
+        episode.play, episode.segments = Play(restarts=restarts), []
+        prompt = episode.prompt
+        task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
+                    prompt.columns)  # yapf: disable
+        self._sessions[episode.key], future = self.pool.reset(task, seed ^ _APART)
+        return future
+
+    def _begin(self, group: list[Episode], answers: list[Answer]) -> None:
+        """Add the messages of ``reset``, the same for a group, to the prompt of its episodes.
+
+        Raises:
+            UserError: they differ within the group, or make the prompt too long.
+        """
+        texts = [answer.messages for answer in answers if isinstance(answer, Step)]
+        if any(messages != texts[0] for messages in texts):
+            raise UserError(
+                f"--environment {self.pool.spec.title}: reset(prompt, seed) gave different messages for the "
+                f"prompt {group[0].prompt.uid!r} and one seed: {texts[0]!r} and others. The responses to a "
+                "prompt are compared, so it has to be the same for all; draw with the seed")
+        prompt = self._opened(group[0].prompt, texts[0]) if texts and texts[0] else group[0].prompt
+        for episode, answer in zip(group, answers):
+            if prompt is not episode.prompt:
+                _play(episode).opened = {name: getattr(prompt, name) for name in ("messages", "text", "token_ids")}
+            episode.prompt = prompt
+            if isinstance(answer, Failure):
+                _play(episode).failure = answer.cause
+                self.log_once(answer)
+
+    def _opened(self, prompt: Prompt, messages: "Sequence[Message] | str") -> Prompt:
+        if self.form is None or not prompt.messages or isinstance(messages, str):
+            raise UserError(f"--environment {self.pool.spec.title}: reset() gave messages, and the prompt "
+                            f"{prompt.uid!r} is a text; write it as messages, or use --apply_chat_template")
+        safe = [message | {"content": self.form.neutral(message["content"])} for message in messages]
+        text, ids = self.form.prompt([*prompt.messages, *safe], prompt.template_kwargs)
+        if len(ids) > self.prompt_max_len:
+            raise UserError(f"the prompt {prompt.uid!r} with the messages of reset() has {len(ids)} tokens, and "
+                            f"--prompt_max_len is {self.prompt_max_len}. Raise it, or shorten the messages")
+        return replace(prompt, messages=[*prompt.messages, *safe], text=text, token_ids=ids)
+
+    def _ask(self, ended: list[Episode], max_new_tokens: int) -> "list[Turn | PendingAnswer]":
+        """Pass the last turns of episodes to their sessions; one without an environment ends."""
+        asked = [self._asked(episode, max_new_tokens) for episode in ended]
+        futures = [each.answer for each in asked if each is not None]
+        if self._quick and futures:
+            self._quick = not wait(futures, _QUICK_S).not_done
+        return [*asked]
+
+    def _asked(self, episode: Episode, max_new_tokens: int) -> PendingAnswer | None:
+        play, ids = _play(episode), episode.token_ids
+        drawn = _drawn_last(episode)
+        message, calls = self._read(ids[:-drawn], ids[-drawn:])
+        text, response = decode_behind(self.tokenizer, [(ids[:-drawn], self._body(ids[-drawn:])),
+                                                        (episode.prompt.token_ids, episode.response_ids)])
+        cut, room = episode.finish_reason == "length", max_new_tokens - episode.response_len
+        turn = TurnOfPolicy(text, calls, message or {"role": "assistant", "content": text}, play.turns, room, cut,
+                            response)  # yapf: disable
+        play.messages.append({"role": "assistant", "content": text})
+        play.turns, play.calls = play.turns + 1, play.calls + len(calls)
+        if play.failure:
+            return None
+        answer = self.pool.step(self._sessions[episode.key], turn)
+        return PendingAnswer(self, episode, answer, drawn, room, cut, time.monotonic())
+
+    def _read(self, before: list[int], drawn: list[int]) -> "tuple[Message, tuple[ToolCall, ...]]":
+        return self.form.read(before, drawn) if self.form is not None else ({}, ())
+
+    def _body(self, drawn: list[int]) -> list[int]:
+        """Return a turn without its end token."""
+        return drawn[:-1] if drawn[-1] == self.tokenizer.eos_token_id else drawn
+
+    def _close(self, episode: Episode) -> None:
+        session = self._sessions.pop(episode.key, None)
+        if session is not None:
+            self.pool.close(session)
+
+
+_APART = 0x5DEECE66D  # the noise of an environment is not that of the policy
+
+
+def _play(episode: Episode) -> Play:
+    assert episode.play is not None, "its session is open"
+    return episode.play
+
+
+def _drawn_last(episode: Episode) -> int:
+    """Return the number of tokens of the last turn: those that were drawn since tokens were given."""
+    runs = takewhile(lambda segment: segment.drawn, reversed(episode.segments))
+    return sum(len(segment.token_ids) for segment in runs)

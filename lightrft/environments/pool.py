@@ -1,0 +1,213 @@
+"""Killable processes in which environments run. Nobody waits for them: a call returns a future at once."""
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from lightrft.environments.base import EnvironmentSpec, Failure, Info, Step, Task, Turn
+from lightrft.utils.errors import UserError
+
+Answer = Step | Failure
+LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file
+GRACE_S = 5.0  # beyond the limit of a call, which the worker keeps itself unless its loop stands still
+_MOST_BYTES = 2 << 20  # of a message; the worker refuses larger answers itself
+_LOOK_S = 0.2  # between two looks at deadlines
+
+
+@dataclass(eq=False)
+class Call:
+    """A call under way. Its time runs from ``sent`` on, which is that of the loading in a new worker."""
+    future: "Future[Answer]"
+    session: int
+    sent: float = field(default_factory=time.monotonic)
+
+
+class Worker:
+    """One process; a thread of the trainer writes to it, and another one reads."""
+
+    def __init__(self, spec: EnvironmentSpec, limit_s: float) -> None:
+        self.loaded: "Future[Info]" = Future()
+        self.limit_s, self.calls = limit_s, dict[int, Call]()
+        self.sessions, self.retired, self.ready_at = set[int](), False, 0.0
+        self._lock, self._outbox = threading.Lock(), queue.SimpleQueue[bytes | None]()
+        self._pipe, child_end = Pipe()
+        code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.environments.worker import main; "
+                f"main({child_end.fileno()}, {os.getpid()})")
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()],
+                                        stdin=subprocess.DEVNULL, start_new_session=True, env=env)
+        child_end.close()
+        self.send(("load", spec, limit_s))
+        for target in (self._write, self._read):
+            threading.Thread(target=target, daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """True while it takes calls."""
+        return not self.retired and self.process.poll() is None
+
+    def call(self, number: int, call: Call, message: tuple[Any, ...]) -> None:
+        """Send a call; its future gets the answer, or a failure."""
+        with self._lock:
+            self.calls[number] = call
+        self.send(message)
+        if self.process.poll() is not None:
+            self._lose(f"the worker process ended with exit code {self.process.returncode}")
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Let the writing thread send a message."""
+        self._outbox.put(bytes(ForkingPickler.dumps(message)))
+
+    def expire(self, now: float) -> None:
+        """Fail the calls whose time is over. A worker that does not end them itself takes no further session."""
+        if not self.loaded.done():
+            return
+        with self._lock:
+            late = {number: call for number, call in self.calls.items()
+                    if now - max(call.sent, self.ready_at) > self.limit_s + GRACE_S}  # yapf: disable
+        for number in late:
+            self._resolve(number, Failure("timeout", f"no answer within {self.limit_s:g} s (--env_timeout_s)"))
+
+    def kill(self) -> None:
+        """Kill the process and its children at once."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self._outbox.put(None)
+        self.process.wait()
+
+    def _write(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError, OSError):
+            while (raw := self._outbox.get()) is not None:
+                self._pipe.send_bytes(raw)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._receive(json.loads(self._pipe.recv_bytes(_MOST_BYTES)))
+        except (EOFError, OSError, ValueError):
+            self.kill()  # it is gone, or wrote what is no answer
+        self._lose(f"the worker process ended with exit code {self.process.returncode}")
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self.loaded.set_exception(UserError(message["failed"]))
+        elif "loaded" in message:
+            self.ready_at = time.monotonic()
+            self.loaded.set_result(Info(**message["loaded"] | {"tools": tuple(message["loaded"]["tools"])}))
+        elif "failure" in message:
+            self._resolve(message["call"], Failure(message["failure"], message["detail"]))
+        else:
+            fields = {
+                name: message[name] for name in ("messages", "reward", "done", "metrics", "text") if name in message
+            }
+            self._resolve(message["call"], Step(**fields))
+
+    def _resolve(self, number: int, answer: Answer) -> None:
+        with self._lock:
+            call = self.calls.pop(number, None)
+        if call is None:
+            return
+        if isinstance(answer, Failure):
+            self.sessions.discard(call.session)
+            self.retired |= answer.cause == "timeout"  # its thread may hang for ever
+        call.future.set_result(answer)
+
+    def _lose(self, text: str) -> None:
+        if not self.loaded.done():
+            self.loaded.set_exception(UserError(f"the environment: {text} while it was loaded"))
+        with self._lock:
+            numbers = [*self.calls]
+        for number in numbers:
+            self._resolve(number, Failure("worker_died", text))
+        self.sessions.clear()
+
+
+class EnvironmentPool:
+    """``count`` workers at most; a session stays in its worker, and a new one goes to the worker with the fewest.
+
+    Args:
+        limit_s: seconds for one call.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, workers: int, limit_s: float) -> None:
+        self.spec, self.count, self.limit_s = spec, workers, limit_s
+        self._workers: list[Worker] = []
+        self._homes: dict[int, Worker] = {}
+        self._numbers, self._closed = count(), threading.Event()
+        self.info = self._first().loaded.result()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [worker.process.pid for worker in self._workers if worker.process.poll() is None]
+
+    def reset(self, task: Task, seed: int) -> "tuple[int, Future[Answer]]":
+        """Begin a session; return its number, and the messages that come first."""
+        session = next(self._numbers)
+        worker = self._homes[session] = self._freest()
+        worker.sessions.add(session)
+        return session, self._called(worker, "reset", session, task, seed)
+
+    def step(self, session: int, turn: Turn) -> "Future[Answer]":
+        """Pass a turn to its session."""
+        return self._called(self._homes[session], "step", session, turn)
+
+    def close(self, session: int) -> None:
+        """End a session; the last one of a retired worker ends that."""
+        worker = self._homes.pop(session, None)
+        if worker is None:
+            return
+        worker.sessions.discard(session)
+        worker.send(("close", session))
+        if worker.retired and not worker.sessions:
+            worker.kill()
+
+    def shutdown(self) -> None:
+        """Kill the workers."""
+        self._closed.set()
+        for worker in self._workers:
+            worker.kill()
+
+    def _called(self, worker: Worker, kind: str, session: int, *arguments: Any) -> "Future[Answer]":
+        future, number = Future[Answer](), next(self._numbers)
+        worker.call(number, Call(future, session), (kind, number, session, *arguments))
+        return future
+
+    def _first(self) -> Worker:
+        self._workers.append(Worker(self.spec, self.limit_s))
+        try:
+            self._workers[0].loaded.result(LOAD_LIMIT_S)
+        except TimeoutError:
+            self.shutdown()
+            raise UserError(f"--environment {self.spec.title} was not loaded within {LOAD_LIMIT_S:.0f} s") from None
+        except UserError:
+            self.shutdown()
+            raise
+        return self._workers[0]
+
+    def _freest(self) -> Worker:
+        """Return the worker with the fewest sessions; a new one while there are fewer than ``count``."""
+        self._workers = [worker for worker in self._workers if worker.alive or worker.sessions]
+        alive = [worker for worker in self._workers if worker.alive]
+        if len(alive) < self.count and all(worker.sessions for worker in alive):
+            alive.append(Worker(self.spec, self.limit_s))
+            self._workers.append(alive[-1])
+        return min(alive, key=lambda worker: len(worker.sessions))
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            for worker in [*self._workers]:
+                worker.expire(time.monotonic())

@@ -1,0 +1,109 @@
+"""Whole rollouts with environments in workers: tokens, masks, rewards and causes, whatever the time that tools take."""
+import json
+import time
+
+import pytest
+import torch
+
+from lightrft.tests.support import environments, runs, tool_models
+from lightrft.trainer.samples import reward_input
+from lightrft.utils.errors import UserError
+
+no_picture = runs.no_picture
+FILE = environments.__file__
+
+
+@pytest.fixture(name="home", scope="module")
+def fixture_home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    tool_models.save_model(home / "model", num_hidden_layers=1)
+    rows = [{"prompt": [{"role": "user", "content": text}], "reference": "7"} for text in runs.PROMPTS]
+    (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return home
+
+
+def trainer(home, folder, name, **options):
+    return runs.ready(home, folder, environment=f"{FILE}:{name}", generate_max_len=150,
+                      **{"reward": ["environment"], "prompt_max_len": 96} | options)  # yapf: disable
+
+
+def rollout(made, step=0):
+    return made.maker.make([made.loader.dataset[i] for i in range(4)], step)
+
+
+def shut(made):
+    made.environment.shutdown()
+    made.maker.rewards.shutdown()
+
+
+def seeds(done):
+    return {(episode.group_id, episode.prompt.messages[-1]["content"]) for episode in done.episodes}
+
+
+def test_timing_changes_nothing_and_nobody_waits(home, tmp_path, monkeypatch):
+    """Whatever the latencies, responses are the same; the rewards of turns are on their last drawn tokens."""
+    found = []
+    for latency in ("", "0.3", "0.6"):
+        monkeypatch.setenv("LATENCY", latency)
+        made = trainer(home, tmp_path / (latency or "0"), "Sleeper", advantage_estimator="reinforce", max_epochs=2)
+        start = time.monotonic()
+        found.append((rollout(made), time.monotonic() - start))
+        if not latency:
+            made.engine.wake()
+            again = rollout(made, 1)
+            assert len(seeds(again)) == 4 and not seeds(again) & seeds(found[0][0]), "another seed in each step"
+        shut(made)
+    (first, base_s), *others = found
+    assert len(seeds(first)) == 4, "one seed for all samples of a group"
+    for done, wall_s in others:
+        waits = [episode.play.wait_s for episode in done.episodes]
+        assert sum(waits) > 2 * max(waits), "too quick to tell"
+        assert wall_s < (base_s + max(waits)) * 1.2 + 0.3
+        for one, other in zip(first.episodes, done.episodes, strict=True):
+            assert (one.token_ids, one.loss_mask, one.play.rewards) == (other.token_ids, other.loss_mask,
+                                                                        other.play.rewards)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-6)
+            assert one.reward == other.reward == sum(reward for _, reward in one.play.rewards)
+    assert (first.exp.rollout_logprobs - first.exp.old_logprobs).abs().max() < 1e-5
+    for i, episode in enumerate(first.episodes):
+        exp, ends = first.exp.select([i]), [at for at, _ in episode.play.rewards]
+        assert exp.step_rewards.nan_to_num().nonzero().flatten().tolist() == ends and exp.loss_mask[ends].all()
+        assert not exp.loss_mask[[at + 1 for at in ends if at + 1 < exp.num_tokens]].any(), "not the last of its turn"
+        assert ends[-1] == exp.loss_mask.nonzero()[-1].item(), "a turn that was cut has a reward too"
+    assert len({len(episode.play.rewards) for episode in first.episodes}) > 1
+
+
+def test_a_failed_environment_leaves_its_response_unscored_and_rewards_read_what_was_drawn(home, tmp_path):
+    seen = []
+    made = trainer(home, tmp_path, "Failing", reward=["exact", "environment=0.5"], max_turns=2)
+    done = rollout(made)
+    shut(made)
+    for episode in done.episodes:
+        play, score = episode.play, episode.score
+        failed = len(play.messages[0]["content"]) % 2 == 0
+        assert play.failure == ("exception" if failed else "")
+        assert score.error == ("exception" if failed else None) and (score.total is None) == failed
+        if not failed:
+            assert "\\boxed{7}" in episode.text or play.limit == "no_room"
+            assert score.parts["exact"] == 0, "the answer is the environment's"
+            assert score.total == 0.5 * play.reward
+        item = reward_input(episode.prompt, episode.text, play)
+        seen += item.turns
+        assert "boxed" not in item.answer
+    metrics, plays = done.metrics, [episode.play for episode in done.episodes]
+    assert {message["role"] for message in seen} == {"assistant", "user"}
+    assert metrics["env/exception"] == sum(play.failure != "" for play in plays) == metrics["reward/unscored"] > 0
+    for cause in ("max_turns", "no_room"):
+        assert metrics[f"env/{cause}"] == sum(play.limit == cause for play in plays)
+    assert metrics["env/max_turns"] > 0 and max(play.turns for play in plays) == 2
+    assert metrics["env/turns/mean"] == pytest.approx(sum(play.turns for play in plays) / len(plays))
+    assert torch.isfinite(done.exp.advantages).all()
+
+
+def test_a_text_prompt_and_a_hint_that_is_too_long_are_told(home, tmp_path):
+    with pytest.raises(UserError, match="with the messages of reset.. has .* tokens, and --prompt_max_len is 45"):
+        rollout(trainer(home, tmp_path / "a", "Sleeper", prompt_max_len=45))
+    (home / "text.jsonl").write_text(json.dumps({"prompt": "one"}) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match="is a text. Write prompts as messages"):
+        trainer(home, tmp_path / "b", "Failing", prompt_data=[str(home / "text.jsonl")], rollout_batch_size=1,
+                train_batch_size=2)  # yapf: disable

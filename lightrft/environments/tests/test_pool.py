@@ -1,0 +1,81 @@
+"""Workers of environments: sessions stay in theirs, and a call that hangs, raises, dies or floods costs its response
+alone."""
+import time
+
+import pytest
+
+from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Turn
+from lightrft.environments.pool import EnvironmentPool
+from lightrft.tests.support import environments
+from lightrft.utils.errors import UserError
+
+FILE, LIMIT_S = environments.__file__, 1.0
+
+
+@pytest.fixture(name="pool", scope="module")
+def fixture_pool():
+    pool = EnvironmentPool(EnvironmentSpec(FILE, "Faulty"), 2, LIMIT_S)
+    yield pool
+    pool.shutdown()
+    assert not pool.pids, "a worker outlives its pool"
+
+
+def opened(pool, seeds):
+    sessions = [pool.reset(Task("u", "text"), seed) for seed in seeds]
+    for (_, future), seed in zip(sessions, seeds):
+        assert future.result(20).messages == [{"role": "user", "content": f"seed {seed}"}]
+    return [session for session, _ in sessions]
+
+
+def step(pool, session, text, limit_s=20):
+    return pool.step(session, Turn(text)).result(limit_s)
+
+
+def test_sessions_have_their_own_state(pool):
+    sessions = opened(pool, range(6))
+    assert len(pool.pids) == 2, "--env_workers"
+    for number in (1, 2):
+        futures = [pool.step(session, Turn("a")) for session in sessions]
+        for seed, future in enumerate(futures):
+            answer = future.result(20)
+            assert answer == Step([{"role": "user", "content": f"a {seed} {number}"}], 0.5)
+    for session in sessions:
+        pool.close(session)
+
+
+def test_a_fault_costs_its_response_alone_and_no_other_waits(pool):
+    sessions, start = opened(pool, range(6)), time.monotonic()
+    futures = [pool.step(session, Turn(text))
+               for session, text in zip(sessions, ("hang", "raise", "flood", "wrong", "a", "b"))]  # yapf: disable
+    answers = [future.result(20) for future in futures[1:]]
+    assert time.monotonic() - start < LIMIT_S, "the one that hangs held up others"
+    assert [answer.cause for answer in answers[:3]] == ["exception"] * 3 and all(
+        word in answer.detail for word, answer in zip(("KeyError", "bytes", "must return a Step"), answers))
+    assert "asyncio" not in answers[0].detail and "environments.py" in answers[0].detail, "frames of the library"
+    assert answers[3].messages[0]["content"] == "a 4 1" and answers[4].reward == 0.5
+    late = futures[0].result(20)
+    assert late.cause == "timeout" and "--env_timeout_s" in late.detail
+    assert LIMIT_S <= time.monotonic() - start < LIMIT_S + 3
+    assert step(pool, sessions[4], "a").messages[0]["content"] == "a 4 2", "its worker lives on for it"
+    for session in sessions:
+        pool.close(session)
+
+
+def test_a_worker_that_dies_takes_its_sessions_and_is_replaced(pool):
+    sessions = opened(pool, range(2))
+    assert step(pool, sessions[0], "exit") == Failure("worker_died", "the worker process ended with exit code 3")
+    assert step(pool, sessions[0], "a").cause == "worker_died", "a dead session answers at once"
+    assert step(pool, sessions[1], "a").messages, "it is in the other worker"
+    sessions += opened(pool, range(2, 4))
+    for session in sessions:
+        pool.close(session)
+
+
+def test_what_is_no_environment_is_told_at_the_start(tmp_path):
+    file = tmp_path / "mine.py"
+    two = "class A:\n    def turn(self, p, r): pass\nclass B(A):\n    pass"
+    for text, word in (("import no_such_name", "raises while it is imported"), ("x = 1", "0 of its classes are"),
+                       (two, "FILE:NAME")):  # yapf: disable
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=word):
+            EnvironmentPool(EnvironmentSpec(str(file)), 1, LIMIT_S)

@@ -1,0 +1,115 @@
+"""Tools as an environment: functions that the policy calls. A wrong call is answered, and never an error."""
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
+from lightrft.utils.errors import CaptureException, first_line, UserError
+
+Tool = Callable[..., Any]
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a function, read from its hints and its docstring in Google style.
+
+    Raises:
+        UserError: they do not tell all that a schema needs.
+    """
+    from transformers.utils import get_json_schema
+    with CaptureException() as captured:
+        return get_json_schema(tool)
+    raise UserError(f"the tool {getattr(tool, '__name__', tool)!r}: {first_line(captured.cause or ValueError())}. "
+                    "Remedy: a type hint for each argument, and a docstring whose section Args describes each")
+
+
+class ToolBox:
+    """Functions by name, with their schemas."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self.schemas = [schema_of(tool) for tool in tools]
+        self.tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools)}
+        if len(self.tools) < len(tools):
+            raise UserError(f"two tools have the same name: {', '.join(s['function']['name'] for s in self.schemas)}")
+
+    async def answer(self, call: ToolCall) -> tuple[str, bool]:
+        """Return what a call gives, and False if the call was wrong."""
+        problem = call.error or self._problem(call)
+        if problem:
+            return f"Error: {problem}", False
+        tool = self.tools[call.name]
+        if inspect.iscoroutinefunction(tool):
+            return _text(await tool(**call.arguments)), True
+        return _text(await asyncio.to_thread(tool, **call.arguments)), True
+
+    def _problem(self, call: ToolCall) -> str:
+        """Say what is wrong with a call: an unknown name, or arguments that the function does not take."""
+        if call.name not in self.tools:
+            return f"there is no tool {call.name!r}; the tools are {', '.join(self.tools)}"
+        schema = next(one["function"] for one in self.schemas if one["function"]["name"] == call.name)["parameters"]
+        missing = [name for name in schema.get("required", ()) if name not in call.arguments]
+        if missing:
+            return f"{call.name} lacks the argument {', '.join(missing)}"
+        known: Mapping[str, Any] = schema.get("properties", {})
+        for name, value in call.arguments.items():
+            if name not in known:
+                return f"{call.name} has no argument {name!r}; it takes {', '.join(known) or 'none'}"
+            if not fits(value, known[name]):
+                return f"the argument {name} of {call.name} is {_text(value)}, and must be {_kind(known[name])}"
+        return ""
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "integer": (int, ), "number": (int, float), "string": (str, ), "boolean": (bool, ), "array": (list, ),
+    "object": (dict, ), "null": (type(None), )
+}  # yapf: disable
+
+
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return True if a value has a type of its schema, and is one of its choices; of a schema without a type, always.
+    """
+    if value is None and schema.get("nullable"):
+        return True
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    kinds = [kind for kind in _listed(schema.get("type")) if kind in _KINDS]
+    return not kinds or any(isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
+                            for kind in kinds)  # yapf: disable
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    return f"one of {', '.join(map(str, schema['enum']))}" if "enum" in schema else " or ".join(
+        map(str, _listed(schema.get("type"))))
+
+
+def _text(value: Any) -> str:
+    """Write a result of a tool: a text as it is, anything else as JSON, or else as Python writes it."""
+    if isinstance(value, str):
+        return value
+    with CaptureException() as captured:
+        return json.dumps(value, ensure_ascii=False)
+    return str(value) if captured.cause is not None else ""
+
+
+class ToolEnvironment:
+    """Environment of a response that calls tools; it ends with the first turn without a call."""
+
+    def __init__(self, box: ToolBox) -> None:
+        self.box = box
+
+    async def reset(self, prompt: Task, seed: int) -> None:
+        """Begin: tools have no state."""
+
+    async def step(self, turn: Turn) -> Step:
+        """Answer the calls of a turn at once, in their order."""
+        if not turn.calls or turn.cut:
+            return Step(done=True)
+        answers = await asyncio.gather(*map(self.box.answer, turn.calls))
+        messages: list[Message] = [{"role": "tool", "name": call.name, "content": text}
+                                   for call, (text, _) in zip(turn.calls, answers)]  # yapf: disable
+        return Step(messages, metrics={"wrong_calls": sum(not right for _, right in answers)})

@@ -1,0 +1,193 @@
+"""Worker process of environments: many sessions in one event loop, each call with its own time limit.
+
+In, pickled: ``("load", spec, limit_s)``, then ``("reset", call, session, task, seed)``, ``("step", call, session,
+turn)`` and ``("close", session)``. Out, as JSON, so that a tool cannot send an object: ``{"loaded": info}`` or
+``{"failed": text}``, then ``{"call": number, ...}`` with an answer or a failure.
+"""
+import asyncio
+import concurrent.futures
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightrft.environments.base import EnvironmentSpec, Message, Step, Task, Turn
+from lightrft.environments.loading import load
+from lightrft.rewards.workers.event_loop import LOOP_FILES
+from lightrft.rewards.workers.worker import die_with
+from lightrft.utils.errors import CaptureException
+
+MAX_BYTES = 1 << 20  # of one answer: the context of a model is smaller
+_THREADS = 256  # of tools that are not async
+_THREAD_FILES = (os.path.dirname(concurrent.futures.__file__), )
+
+
+class Session:
+    """Environment of one response; methods that are not ``async`` run in a thread of its own."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self.factory, self.inner, self._thread = factory, None, ThreadPoolExecutor(1, "environment")
+
+    async def reset(self, task: Task, seed: int) -> dict[str, Any]:
+        """Make the environment and begin."""
+        self.inner = await self._in_thread(self.factory)
+        return {"messages": messages_of(await self._call("reset", task, seed))}
+
+    async def step(self, turn: Turn) -> dict[str, Any]:
+        """Answer a turn."""
+        answer = await self._call("step", turn)
+        if not isinstance(answer, Step):
+            raise TypeError(f"step() returned {answer!r}, and must return a Step(messages, reward, done, metrics)")
+        return plain(answer)
+
+    async def close(self) -> None:
+        """Close the environment, and forget its thread."""
+        if hasattr(self.inner, "close"):
+            await self._call("close")
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the thread end as soon as it is idle."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        function = getattr(self.inner, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        result = await self._in_thread(function, *arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Return messages as a list of roles and texts; a text is one of the user.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if value is None or value == "":
+        return []
+    listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(
+            isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+            for each in listed):  # yapf: disable
+        raise TypeError(f"messages are {value!r}: expected a text, or a list of dicts with role and content, both text")
+    if any(each["role"] == "assistant" for each in listed):
+        raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws")
+    return [dict(each) for each in listed]
+
+
+def plain(step: Step) -> dict[str, Any]:
+    """Return an answer as plain values.
+
+    Raises:
+        TypeError, ValueError: a field has another type, or a number is not finite.
+    """
+    reward = None if step.reward is None else float(step.reward)
+    metrics = {str(name): float(value) for name, value in (step.metrics or {}).items()}
+    for name, value in [("the reward", reward), *metrics.items()]:
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, and must be a finite number")
+    if step.text is not None and not isinstance(step.text, str):
+        raise TypeError(f"the text of a step is {step.text!r}")
+    return {"messages": messages_of(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics,
+            "text": step.text}  # yapf: disable
+
+
+class Server:
+    """Answers the calls of the trainer until it closes the pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.sessions = pipe, dict[int, Session]()
+        self.factory: Callable[[], Any] | None = None
+        self.limit_s, self.tasks = 0.0, set[asyncio.Task[None]]()
+
+    async def run(self) -> None:
+        """Load the environment, and serve."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_default_executor(ThreadPoolExecutor(_THREADS, "tool"))
+        _, spec, self.limit_s = await loop.run_in_executor(None, self.pipe.recv)
+        if self._load(spec):
+            threading.Thread(target=self._read, args=(loop, ended), daemon=True).start()
+            await ended.wait()
+        end()  # the loop would wait for threads that hang
+
+    def _load(self, spec: EnvironmentSpec) -> bool:
+        with CaptureException() as captured:
+            self.factory, info = load(spec)
+        if captured.cause is None:
+            self._send({"loaded": asdict(info)})
+            return True
+        known = isinstance(captured.cause, ValueError)
+        self._send({"failed": str(captured.cause) if known else captured.text})
+        return False
+
+    def _read(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(self._start, self.pipe.recv())
+        loop.call_soon_threadsafe(ended.set)
+
+    def _start(self, message: tuple[Any, ...]) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(*message))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _serve(self, kind: str, *arguments: Any) -> None:
+        if kind == "close":
+            await self._close(*arguments)
+            return
+        call, number, *rest = arguments
+        assert self.factory is not None, "it is loaded"
+        if kind == "reset":
+            self.sessions[number] = Session(self.factory)
+        session = self.sessions[number]
+        answer: dict[str, Any] = {}
+        with CaptureException() as captured:
+            answer = await asyncio.wait_for(getattr(session, kind)(*rest), self.limit_s)
+            if len(json.dumps(answer)) > MAX_BYTES:
+                raise ValueError(f"the answer has {len(json.dumps(answer))} bytes, and at most {MAX_BYTES} are taken")
+        if isinstance(captured.cause, asyncio.TimeoutError):
+            answer = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
+        elif captured.cause is not None:
+            answer = {
+                "failure": "exception", "detail": captured.text_below(__file__, *LOOP_FILES, *_THREAD_FILES)[-8000:]
+            }
+        self._send({"call": call} | answer)
+
+    async def _close(self, number: int) -> None:
+        session = self.sessions.pop(number, None)
+        if session is None:
+            return
+        with CaptureException():  # nobody waits for it
+            await asyncio.wait_for(session.close(), self.limit_s)
+        session.forget()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send_bytes(json.dumps(message).encode())
+
+
+def main(fd: int, parent: int) -> None:
+    """Entry point of the process: ``fd`` is its end of the pipe."""
+    die_with(parent)
+    with suppress(EOFError, ConnectionResetError):
+        asyncio.run(Server(Connection(fd)).run())
+
+
+def end() -> None:
+    """Kill this process, whose threads may hang, and those that environments have started."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,56 @@
+"""Environments of tests, which workers load from this file. It imports no torch."""
+import asyncio
+import os
+import random
+import time
+
+from lightrft.environments.base import Step
+
+
+class Echo:
+    """Appends the number of characters of a response, in brackets, as a tool without a template does."""
+
+    def turn(self, prompt, response):
+        """Answer without an end."""
+        return f"[{len(response)}]"
+
+
+class Faulty:
+    """Fails as the text of a turn says; else gives that back. It is reset with its seed."""
+
+    def reset(self, prompt, seed):
+        self.seed, self.turns = seed, 0
+        return f"seed {seed}"
+
+    def step(self, turn):
+        self.turns += 1
+        faults = {"hang": lambda: time.sleep(60), "raise": lambda: {}["key"], "exit": lambda: os._exit(3),
+                  "flood": lambda: Step("x" * (3 << 20)), "wrong": lambda: "no step"}  # yapf: disable
+        answer = faults[turn.text]() if turn.text in faults else Step(f"{turn.text} {self.seed} {self.turns}", 0.5)
+        return answer
+
+
+class Sleeper:
+    """Answers two turns after a while that differs by response and run: the seed of the environment of ``LATENCY``."""
+
+    async def reset(self, prompt, seed):
+        self.random = random.Random(f"{os.environ.get('LATENCY', '')}{id(self)}")
+        await asyncio.sleep(self.random.random() * 0.1)
+        return f"hint {seed % 1000}"
+
+    async def step(self, turn):
+        if os.environ.get("LATENCY"):
+            await asyncio.sleep(self.random.random() * float(os.environ["LATENCY"]))
+        return Step(f"you said {turn.text[:3]}", reward=len(turn.text), done=turn.number == 2)
+
+
+class Failing:
+    """Fails in the responses whose first turn has an even number of characters, each in another way."""
+
+    def reset(self, prompt, seed):
+        pass
+
+    def step(self, turn):
+        if turn.number == 0 and len(turn.text) % 2 == 0:
+            {}["key"]
+        return Step("go on \\boxed{7}", reward=1.0, metrics={"length": len(turn.text)})

@@ -1,0 +1,45 @@
+"""Record of what an environment did in one response. Nothing here imports torch: worker processes import this module.
+"""
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Play:
+    """What an environment and a policy did in one response.
+
+    Attributes:
+        messages: turns with their roles, those of the policy as it drew them.
+        rewards: of turns: the index in the sequence of the last token that the policy drew in the turn, and the reward.
+        failure: cause for which the environment gave no answer; the response is left unscored then.
+        limit: cause that ended the response early without a fault.
+        turns, calls: of the policy; ``wait_s``: seconds in which the response waited for answers.
+        restarts: times that the response began again, because its environment was lost with an earlier process.
+        metrics: sums of the numbers that the environment gave.
+        opened: messages, text and tokens of the prompt with what the environment began with; None: it added nothing.
+    """
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    failure: str = ""
+    limit: str = ""
+    turns: int = 0
+    calls: int = 0
+    wait_s: float = 0.0
+    restarts: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    opened: dict[str, Any] | None = None
+
+    @classmethod
+    def load(cls, state: "dict[str, Any] | None") -> "Play | None":
+        """Restore a record from the plain values of a checkpoint."""
+        return None if state is None else cls(**state | {"rewards": [(at, reward) for at, reward in state["rewards"]]})
+
+    @property
+    def answer(self) -> str:
+        """Text that the policy drew: its turns, without what the environment wrote."""
+        return "\n".join(message["content"] for message in self.messages if message["role"] == "assistant")
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the rewards of the turns; None if no turn had one."""
+        return sum(reward for _, reward in self.rewards) if self.rewards else None
