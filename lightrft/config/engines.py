@@ -33,6 +33,7 @@ class EngineCaps:
         rope: RoPE types depending on the length for which it chooses the trainer's frequencies; None: all.
         counts_media: it is started for a known number of media in a prompt.
         reads_media: it reads decoded media, not only the tensors that the processor makes of them.
+        states: its layers with state (linear attention and others) have been compared with the trainer's.
     """
     title: str
     install: str = ""
@@ -53,6 +54,7 @@ class EngineCaps:
     rope: tuple[str, ...] | None = None
     counts_media: bool = False
     reads_media: bool = False
+    states: bool = True
 
 
 # values of --engine_type; lightrft.rollout.engines has the convention for their folders
@@ -84,7 +86,7 @@ ENGINES: dict[str, EngineCaps] = {
             "*cp_size", "moe_dp_size", "enable_dp_attention", "nnodes", "node_rank", "nccl_port",
             "tokenizer_worker_num", "*lora*", "speculative_*", "dllm_*", "trust_remote_code"),
         own_weights=True, own_process=True, buckets=True, rounds_float32=True, first_temperature=True,
-        penalizes=False, rope=(), counts_media=True),
+        penalizes=False, rope=(), counts_media=True, states=False),
 }  # yapf: disable
 HF_CACHE_PART = 4  # --engine_kv_mib 0: the cache of the hf engine takes up to a quarter of the memory
 HF_KEPT_PART = 32  # on a GPU the cache stays while the engine sleeps if it takes at most this part of the memory

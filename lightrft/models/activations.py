@@ -30,6 +30,8 @@ class ModelShape:
     vocabulary: int = 0
     windows: int = 0  # layers whose tokens see a window alone
     head_norms: bool = False  # queries and keys have a norm
+    keyless: int = 0  # layers without keys and values: with a state, or an MLP alone
+    states: int = 0  # bytes of the states of a sequence
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
@@ -46,7 +48,8 @@ class ModelShape:
                    TowerShape.all_of(config) if config.get_text_config() is not config else (),
                    values.get("vocab_size") or 0,
                    sum(kind != "full_attention" for kind in values.get("layer_types") or ()),
-                   values.get("model_type", "").startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")))
+                   values.get("model_type", "").startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")),
+                   *_states_of(config))
 
     @property
     def attention(self) -> float:
@@ -57,11 +60,25 @@ class ModelShape:
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of keys and values of one token over all layers."""
-        return 2 * self.layers * self.keys * itemsize
+        return 2 * (self.layers - self.keyless) * self.keys * itemsize
+
+    def cache_bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of the keys and values of ``tokens``, and of the states of a prompt and its response."""
+        return self.kv_bytes(itemsize) * tokens + 2 * self.states
 
     def head_gradient(self, itemsize: int) -> int:
         """Return the bytes of the gradient of a trained head in a backward pass: summed up in float32, then cast."""
         return self.vocabulary * self.hidden * (4 + itemsize * (itemsize < 4))
+
+
+def _states_of(config: "PretrainedConfig") -> tuple[int, int]:
+    """Return the number of layers without keys, and the bytes of the states of a sequence."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    attending = sum(kind.endswith("_attention") and kind != "linear_attention" for kind in kinds)
+    if attending == len(kinds):
+        return 0, 0
+    from lightrft.models.state_sizes import state_bytes  # it loads torch
+    return len(kinds) - attending - list(kinds).count("hybrid"), state_bytes(config)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def hf_graph_bytes(config: Config, rows: int, shape: ModelShape | None, device: 
     """Return the bytes of the graphs of the hf engine, and of what stays with them while it sleeps: nothing, or a cache
     and the logits of a step that are small."""
     graphs = HF_GRAPHS * (shape.layers if shape else USUAL_LAYERS) * GRAPH_LAYER
-    longest = shape.kv_bytes(config.model.itemsize) * config.rollout.longest if shape else 0
+    longest = shape.cache_bytes(config.rollout.longest, config.model.itemsize) if shape else 0
     kept = rows * (longest + LOGIT * (shape.vocabulary if shape else 0))
     return graphs, kept * (kept * HF_KEPT_PART <= device.total)
 
@@ -105,6 +105,6 @@ def hf_rows(config: Config, world_size: int, device: Device, shape: ModelShape |
     rows = ceil(r.most_samples / world_size)
     if shape is not None:
         cache = r.engine_kv_mib * MIB or largest_hf_cache(config, world_size, shape, device.total)
-        longest = shape.kv_bytes(config.model.itemsize) * r.longest
+        longest = shape.cache_bytes(r.longest, config.model.itemsize)
         rows = min(rows, max(1, int(cache / longest)))
     return min(rows, r.engine_max_seqs or rows)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.engines import ENGINES, HF_CACHE_PART, host_cache, LARGE_DEVICE, MOST_SEQUENCES, SEQUENCES
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.models.activations import ModelShape
+from lightrft.models.stateful import KINDS
+from lightrft.models.towers import config_value
 from lightrft.strategy.memory import ModelSize
 from lightrft.strategy.sharding import is_whole
 from lightrft.utils.errors import UserError
@@ -34,6 +36,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
     check_rope(cfg, actor.hf_model.config)
+    check_states(cfg, actor.hf_model.config)
     module = f"lightrft.rollout.{name}"
     if not (find_spec(module) and find_spec(f"{module}.engine")):
         raise UserError(f"--engine_type {name}: there is no module {module}.engine, in which its builder "
@@ -105,6 +108,24 @@ def check_rope(cfg: RolloutConfig, config: Any) -> None:
                 "take --engine_type hf")
 
 
+def has_states(config: Any) -> bool:
+    """True for a model with layers that keep a state."""
+    return not KINDS.isdisjoint(config_value(config.get_text_config(), "layer_types", None) or ())
+
+
+def check_states(cfg: RolloutConfig, config: Any) -> None:
+    """Refuse an engine whose layers with state nobody has compared with the trainer's, for a model that has some.
+
+    Raises:
+        UserError: with the engines that take them.
+    """
+    if has_states(config) and not cfg.caps.states:
+        others = ", ".join(name for name, caps in ENGINES.items() if caps.states)
+        raise UserError(f"--engine_type {cfg.engine_type}: model type {config.model_type!r} has layers with state, and "
+                        f"{cfg.caps.title} runs them with kernels that were never compared with the trainer's. Take "
+                        f"one of {others}")
+
+
 def check_media(cfg: RolloutConfig, config: Any, most: Mapping[str, int], causal: bool) -> None:
     """Refuse an engine that computes media of the model of ``config`` in another way than the trainer, as
     ``refuse_families`` of ``lightrft.rollout.NAME.engine`` knows. No package of an engine is needed.
@@ -166,7 +187,7 @@ def largest_hf_cache(config: Config, world_size: int, shape: ModelShape | None, 
     r, quarter = config.rollout, total / HF_CACHE_PART
     if shape is None:
         return quarter
-    longest = r.longest * shape.kv_bytes(config.model.itemsize)
+    longest = shape.cache_bytes(r.longest, config.model.itemsize)
     return min(quarter, ceil(r.most_samples / world_size) * longest)
 
 

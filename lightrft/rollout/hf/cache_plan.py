@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.state_rows import Layer
+from lightrft.models.stateful import continues
 from lightrft.rollout.hf.states import Shapes, shapes_after_a_token
 from lightrft.utils.errors import UserError
 
@@ -19,12 +20,16 @@ _LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt st
 @dataclass(frozen=True)
 class KVSpec:
     """Cache of one token, (key, value) x heads x dim in each of the ``layers`` with attention, which are named by their
-    index in the model; and ``states``, what each layer with state keeps of a sequence, however long that is."""
+    index in the model; and ``states``, what each layer with state keeps of a sequence, however long that is.
+
+    ``continues``: these layers take up a state with several tokens; else with one.
+    """
     layers: tuple[int, ...]
     heads: int
     dim: int
     dtype: torch.dtype
     states: dict[int, Shapes] = field(default_factory=dict)
+    continues: bool = True
 
     @property
     def bytes_per_token(self) -> int:
@@ -71,7 +76,7 @@ def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
         raise UserError(f"the HF engine needs packed attention with equal key shapes in every layer; "
                         f"this {type(model).__name__} "
                         f"shows {probe.shapes or 'no attention layer at all'}")
-    return KVSpec(layers, *shapes.pop(), probe.states)
+    return KVSpec(layers, *shapes.pop(), probe.states, continues(model))
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Prefill:
 
     def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
         """Run a layer with state over each sequence from its beginning; store the states at the ends."""
-        return self.store.states.over(layer_idx, hidden, layer, self.runs, begun=False)
+        return self.store.states.over(layer_idx, hidden, layer, self.runs, begun=False, at_once=True)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -329,4 +329,5 @@ class Extend:
 
     def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
         """Run a layer with state over what is appended to each row."""
-        return self.cache.rows.states.over(layer_idx, hidden, layer, self.runs, begun=True)
+        at_once = self.cache.spec.continues
+        return self.cache.rows.states.over(layer_idx, hidden, layer, self.runs, begun=True, at_once=at_once)

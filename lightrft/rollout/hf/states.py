@@ -56,13 +56,14 @@ class StateStore:
             for name, stored in states.items():
                 stored[to] = source.data[index][name][slots]
 
-    def over(self, index: int, hidden: Tensor, layer: Layer, runs: Runs, begun: bool) -> list[Tensor]:
-        """Run layer ``index`` over the tokens [1, T, H] of sequences, from their states if they have ``begun``, and
-        store the states at their ends."""
+    def over(self, index: int, hidden: Tensor, layer: Layer, runs: Runs, begun: bool, at_once: bool) -> list[Tensor]:
+        """Run layer ``index`` over the tokens [1, T, H] of sequences, from their states if they have ``begun``, all
+        ``at_once`` or one after another, and store the states at their ends."""
         states, calls = self.data[index], []
         for slots, tokens in runs:
             state = LayerState({name: stored[slots] for name, stored in states.items()} if begun else {})
-            calls.append(layer(hidden[0, tokens], state))
+            pieces = [layer(x, state) for x in hidden[0, tokens].split(tokens.shape[1] if at_once else 1, 1)]
+            calls.append([torch.cat(outs, 1) for outs in zip(*pieces)])
             for name, stored in states.items():
                 stored[slots] = state.states[name].to(stored.dtype)
         places = torch.cat([tokens.flatten() for _, tokens in runs]).argsort()

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 class Rig(EngineRig):
     """With the real vLLM."""
-    title = "vLLM"
+    title, kind = "vLLM", "float32"
 
     def __init__(self, folder, *engine_args):
         super().__init__(folder, self.load(str(folder)))
@@ -34,7 +34,7 @@ class Rig(EngineRig):
         cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64,
                             engine_args=[f"max_num_batched_tokens={LIMIT}", *engine_args])
         state, set_threads = torch.get_rng_state(), torch.set_num_threads
-        self.engine = self.vllm = get_engine(cfg, self.actor, self.strategy, self.tokenizer)
+        self.engine = self.vllm = get_engine(cfg, self.actor, self.strategy, self.tokenizer, self.kind == "bf16")
         assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"
 
     def load(self, folder):

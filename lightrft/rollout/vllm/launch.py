@@ -13,9 +13,7 @@ from transformers import PretrainedConfig
 
 from lightrft.config.engines import ENGINES, host_cache, native_arguments
 from lightrft.config.schema import RolloutConfig
-from lightrft.models.stateful import KINDS
-from lightrft.models.towers import config_value
-from lightrft.rollout.engines import sequences_at_once
+from lightrft.rollout.engines import has_states, sequences_at_once
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
 from lightrft.utils.errors import UserError, did_you_mean
 
@@ -71,7 +69,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
         arguments["kv_cache_memory_bytes"] = int(host_cache(cfg.engine_mem_util, room))
     if config.get_text_config() is not config:
         arguments |= _media_arguments(media or {})
-    if KINDS.intersection(config_value(config.get_text_config(), "layer_types", ())):
+    if has_states(config):
         arguments |= _state_arguments(cuda or bf16)
     memory = total_memory(device) if cuda else 0
     return _at_once(arguments | native_arguments(cfg.engine_args), cfg,
