@@ -90,7 +90,7 @@ def main(names: list[str]) -> int:
     """Print the table; return the number of families that are neither equal nor refused."""
     warnings.simplefilter("ignore")
     hf_logging.set_verbosity(logging.CRITICAL)
-    print("| model type | two packed sequences against each alone |\n|---|---|")
+    print("| model type | packed sequences against each alone |\n|---|---|")
     wrong = 0
     for name in names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         family = Family.of(name)

@@ -371,6 +371,8 @@ FAMILIES = {
     "qwen2_audio": Family({"audio": replace(_SOUND, features=of_qwen2_audio)}),
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
+    "qwen3_5": _QWEN_VL,
+    "qwen3_5_moe": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
     "smolvlm": Family({"image": _TILE_ROW, "video": _TILE_ROW}),

@@ -4,7 +4,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightrft.models.actor_modality import ActorModality, FAMILIES, MediaModality
 from lightrft.models.packing_check import packing_fault
-from lightrft.models.stateful import KINDS, stateful
+from lightrft.models.stateful import KINDS, MIXES_NOTHING, stateful
 from lightrft.models.towers import config_value, Family
 from lightrft.utils.errors import UserError
 
@@ -13,8 +13,6 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 TOWERS = ("vision_config", "audio_config", "speech_config", "encoder_config", "dit_config")
 REFUSED = {
     "audioflamingo3": "is loaded by no auto class of transformers for multimodal language models",
-    "qwen3_5": "has linear attention layers, which would mix packed sequences",
-    "qwen3_5_moe": "has linear attention layers, which would mix packed sequences",
     "qwen3_omni_moe": "also generates speech, and the features of a sound depend on the other sounds of the batch",
     "qwen3_omni_moe_thinker": "has an audio tower whose features depend on the other sounds of the batch",
 }
@@ -43,7 +41,7 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
     if config.is_encoder_decoder:
         return "is an encoder-decoder" + REMEDY
     text = config.get_text_config()
-    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS - KINDS
+    layers = set(config_value(text, "layer_types", [])) - ATTENTION_LAYERS - KINDS - MIXES_NOTHING
     if family is None and any(config_value(config, tower, None) for tower in TOWERS):
         return f"has a vision or audio tower of a family that is not supported{REMEDY}, or one of {', '.join(FAMILIES)}"
     both_ways = config_value(text, "use_bidirectional_attention", False)

@@ -74,10 +74,11 @@ class PackedModel(nn.Module):
         if self.routes:
             self.routing = read_routing(outputs, self.hf_model, exp, found)
         hidden = outputs.last_hidden_state[0]
-        if inputs["packing"].calls < body.config.num_hidden_layers:
+        layers = stateful.mixing_layers(body.config)
+        if inputs["packing"].calls < layers:
             raise UserError(
-                f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in "
-                f"{body.config.num_hidden_layers} layers: some layers would mix packed sequences, so it cannot be used")
+                f"{type(self.hf_model).__name__} called packed attention {inputs['packing'].calls} times in {layers} "
+                "layers: some layers would mix packed sequences, so it cannot be used")
         if index is not None:
             tokens = index if tokens is None else index[tokens]
         return hidden if tokens is None else RowGather(tokens, len(hidden), hidden.device)(hidden)

@@ -26,6 +26,7 @@ LENS = [9, 14, 14]  # tokens of the sequences
 PROMPT = 6  # tokens at the beginning of the last two, which they share
 BETWEEN = 11  # a limit of length that the first one does not cross
 WINDOW = 5  # tokens of a sliding window or a chunk: less than a sequence
+CHUNK = 8  # tokens of a chunk of a recurrence, a power of two: less than a sequence
 VOCAB, WIDTH = 96, 64
 HEADS = (2, 4)  # of a copy: families split a width over heads that are a multiple of one or the other
 MOST = 50_000_000  # parameters of a copy; a larger one takes seconds, and is not tried
@@ -143,6 +144,7 @@ def cut(config: PretrainedConfig, heads: int = HEADS[0]) -> PretrainedConfig:
     _cut_layers(small)
     if heads:
         _cut_widths(small, heads)
+        _cut_states(small)
     for name, value in list(vars(small).items()):
         if name.startswith("vocab_size"):
             setattr(small, name, VOCAB)
@@ -171,6 +173,8 @@ def _cut_layers(small: Any) -> None:
     small.num_hidden_layers = len(chosen)
     if SHARED in vars(small):
         setattr(small, SHARED, sum(index >= first_shared for index in chosen))
+    if "hybrid_layer_ids" in vars(small):
+        small.hybrid_layer_ids = [index for index, kind in enumerate(small.layer_types) if kind == "hybrid"]
     if "decoder_layers" in vars(small):  # of a family that also has an encoder
         small.decoder_layers = len(chosen)
 
@@ -192,10 +196,33 @@ def _cut_widths(small: Any, few: int) -> None:
             elif name in ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
                           "decoder_attention_heads"):
                 setattr(config, name, most if value == heads else value)
+            elif name == "num_experts":
+                setattr(config, name, min(value, WIDTH))
+            elif name == "attention_hidden_size":  # of Zamba 2, whose attention reads two streams
+                setattr(config, name, value // hidden * (hidden // heads * most))
             elif value == hidden and not any(word in name for word in _NOT_WIDTHS):
                 setattr(config, name, hidden // heads * most)
             elif ("intermediate" in name or "ffn" in name or "inner" in name) and value > WIDTH:
                 setattr(config, name, WIDTH)
+
+
+def _cut_states(small: Any) -> None:
+    """Fit the heads of layers with state to the width, keep few where they are apart from it, and shorten their chunks
+    to less than a sequence."""
+    values = vars(small)
+    inner = int(values.get("mamba_expand") or 0) * small.hidden_size
+    if inner and "mamba_n_heads" in values and not values.get("mamba_d_ssm"):
+        small.mamba_n_heads = inner // small.mamba_d_head
+    if inner and "n_mamba_heads" in values:
+        small.mamba_headdim = inner // small.n_mamba_heads
+    if values.get("linear_num_key_heads"):
+        small.linear_num_value_heads = 2 * small.linear_num_value_heads // small.linear_num_key_heads
+        small.linear_num_key_heads = 2
+    if values.get("linear_num_heads"):
+        small.linear_num_heads = 2
+    for name in ("chunk_size", "mamba_chunk_size", "block_size"):
+        if values.get(name):
+            setattr(small, name, CHUNK)
 
 
 def _cut_lengths(small: Any) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import nn, Tensor
+from transformers import PretrainedConfig
 
 from lightrft.models.attention import PackedLayout
 from lightrft.models.state_rows import LayerState
@@ -42,12 +43,25 @@ class StatefulLayer:
 
 
 _DELTA = _STATE_SPACE = _CONVOLUTION = StatefulLayer()
+_SCAN = StatefulLayer(continues=False)  # Mamba 1: its scan begins with zeros
 LAYERS: dict[str, StatefulLayer] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "OlmoHybridGatedDeltaNet": _DELTA,
+    "KimiLinearDeltaAttention": _DELTA,
+    "BambaMixer": _STATE_SPACE,
+    "FalconH1Mixer": _STATE_SPACE,
+    "GraniteMoeHybridMambaLayer": _STATE_SPACE,
+    "NemotronHMamba2Mixer": _STATE_SPACE,
+    "Zamba2MambaMixer": _STATE_SPACE,
+    "Lfm2ShortConv": _CONVOLUTION,
+    "Lfm2MoeShortConv": _CONVOLUTION,
+    "JambaMambaMixer": _SCAN,
+    "MiniMaxLightningAttention": StatefulLayer(continues=False, unread=1),  # goes on token by token
 }
-KINDS = {"linear_attention"}  # their names in ``layer_types``
+KINDS = {"linear_attention", "conv", "hybrid"}  # their names in ``layer_types``
+MIXES_NOTHING = {"mlp", "moe"}  # names of layers that treat every token alone
 
 
 class _PerSequence:
@@ -55,8 +69,7 @@ class _PerSequence:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer of each sequence of the row [1, T, H]; without a layout, as transformers does."""
-        given = vars(self).get("of_layer", {}) | kwargs
-        layout, cache = given.get("packing"), given.get("kv_cache")
+        layout, cache = kwargs.get("packing"), kwargs.get("kv_cache")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         forward, name = super().forward, _cache_name(type(self))  # type: ignore[misc]
         if layout is None and cache is None:
@@ -98,6 +111,12 @@ def stateful(model: nn.Module) -> list[nn.Module]:
 def continues(model: nn.Module) -> bool:
     """True if sequences of ``model`` can share the forward pass of a prompt."""
     return all(LAYERS[type(module).__name__].continues for module in stateful(model))
+
+
+def mixing_layers(config: PretrainedConfig) -> int:
+    """Number of layers of a decoder in which tokens see each other."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return config.num_hidden_layers - sum(kind in MIXES_NOTHING for kind in kinds)  # type: ignore[no-any-return]
 
 
 def adapt(body: nn.Module) -> None:

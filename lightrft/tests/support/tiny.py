@@ -41,6 +41,29 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # a layer with state, then o
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _EXPERTS),
     "qwen3_next": ("qwen3_next", _DELTA | _EXPERTS),
 }
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 8, "mamba_chunk_size": 16,
+          "mamba_n_groups": 1}  # yapf: disable
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {  # other layers with state: one of each kind
+    "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+                                "mamba_chunk_size": 16, "head_dim": 8}),
+    "granitemoehybrid": ("granitemoehybrid", _MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 32,
+                                                       "layer_types": ["mamba", "attention"]}),
+    "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8}),
+    "kimi_linear": ("kimi_linear", {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 16,
+        "num_key_value_heads": 4, "mlp_layer_types": ["dense", "dense"], "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]}),
+    "minimax": ("minimax", {"layer_types": ["linear_attention", "full_attention"], "block_size": 16, "head_dim": 8,
+                            "num_local_experts": 2}),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention"], "mamba_num_heads": 4,
+                                  "mamba_head_dim": 16, "ssm_state_size": 8, "chunk_size": 16, "n_groups": 1,
+                                  "head_dim": 8, "num_hidden_layers": 3}),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA),
+    "zamba2": ("zamba2", {"mamba_d_state": 8, "mamba_expand": 2, "n_mamba_heads": 4, "mamba_headdim": 16,
+                          "mamba_ngroups": 1, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"]}),
+}  # yapf: disable
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # a token takes two of four experts
     "mixtral": ("mixtral", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -62,7 +85,7 @@ def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
 
 def config(family: str = "qwen2", **overrides: Any) -> Any:
     """The configuration of a tiny model of ``family`` (a key of ``FAMILIES``, ``HYBRIDS`` or ``MIXTURES``)."""
-    model_type, changes = (FAMILIES | HYBRIDS | MIXTURES)[family]
+    model_type, changes = (FAMILIES | HYBRIDS | STATEFUL | MIXTURES)[family]
     tok = tokenizer()
     ids = {
         "vocab_size": len(tok), "pad_token_id": tok.pad_token_id, "eos_token_id": tok.eos_token_id, "bos_token_id": None

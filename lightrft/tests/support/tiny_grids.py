@@ -68,6 +68,9 @@ def _glm(family, processor, image, video):
 
 _DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+_STATE = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+          "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # yapf: disable
+_STATE_ROPE = {"mrope_interleaved": True, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
 GRIDS = {
     "qwen2_vl": _qwen("qwen2_vl", {}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}, Qwen2VLProcessor,
                       Qwen2VLVideoProcessor),
@@ -76,6 +79,11 @@ GRIDS = {
     "qwen3_vl": _qwen("qwen3_vl", {"mrope_interleaved": True}, _DEEPSTACK, Qwen3VLProcessor, Qwen3VLVideoProcessor),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", {"mrope_interleaved": True}, _DEEPSTACK, Qwen3VLProcessor,
                           Qwen3VLVideoProcessor, _EXPERTS),
+    "qwen3_5": _qwen("qwen3_5", _STATE_ROPE, {"num_position_embeddings": 16}, Qwen3VLProcessor, Qwen3VLVideoProcessor,
+                     _STATE),
+    "qwen3_5_moe": _qwen("qwen3_5_moe", _STATE_ROPE, {"num_position_embeddings": 16}, Qwen3VLProcessor,
+                         Qwen3VLVideoProcessor, _STATE | _EXPERTS | {"shared_expert_intermediate_size": 32,
+                                                                     "initializer_range": 0.09}),
     "glm4v": _glm("glm4v", Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor),
     "glm46v": _glm("glm46v", Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor),
 }  # yapf: disable
