@@ -35,7 +35,7 @@ from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
 Item = TypeVar("Item")
-Wait = Callable[[], None]
+Wait = Callable[[], None]  # waits until the scores of a generation have come, and sets them
 
 
 class Listener(Protocol):
