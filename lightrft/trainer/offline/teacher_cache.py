@@ -95,7 +95,8 @@ class TeacherCache:
 
     def write(self) -> None:
         """Write the added entries to one file, atomically."""
-        if not self._new:
+        if not self._new or self.strategy.mesh.data.replica:
+            self._new = []
             return
         keys, logprobs, ids = zip(*self._new)
         joined = b"".join(keys)
