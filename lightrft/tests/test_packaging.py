@@ -92,7 +92,7 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
     assert not [text for text in there if not Requirement(text).specifier.contains(pinned[Requirement(text).name])]
     kinds = {
         "vllm", "sglang", "deepspeed", "liger", "flash-attn", "bitsandbytes", "vl", "audio", "video", "wandb",
-        "trackio", "docs", "dev"
+        "trackio", "agents", "docs", "dev"
     }
     assert set(extras) == kinds
     wanted = requirement_names((ROOT / "requirements-dev.txt").read_text(encoding="utf-8")) | requirement_names(pins)
