@@ -65,7 +65,11 @@ MIXES_NOTHING = {"mlp", "moe"}  # names of layers that treat every token alone
 
 
 class _PerSequence:
-    """The forward pass of a layer with state in a packed row."""
+    """The forward pass of a layer with state in a packed row.
+
+    ``calls_by_rank``: ranks call its modules as often as their own rows need, so no collective may be in such a call.
+    """
+    calls_by_rank = True
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer of each sequence of the row [1, T, H]; without a layout, as transformers does."""

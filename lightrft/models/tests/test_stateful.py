@@ -10,9 +10,11 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.packing_check import packing_fault
 from lightrft.models.state_rows import LayerState, StateRows
 from lightrft.models.stateful import LAYERS, stateful
+from lightrft.strategy.deepspeed.deepspeed_strategy import refuse_calls_by_rank
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.shared_prompts import experience
 from lightrft.types import Experience
+from lightrft.utils.errors import UserError
 
 Grads = dict[str, Tensor]
 
@@ -171,6 +173,13 @@ def test_kernels_of_other_packages_are_not_taken(models):
         module = sys.modules[type(layer).__module__]
         functions = [name for name, one in vars(module).items() if "delta_rule" in name or "conv1d" in name]
         assert functions and not any(hasattr(getattr(module, name), "__wrapped__") for name in functions)
+
+
+def test_zero_3_refuses_them(models):
+    """It gathers weights in each call of a layer, on all ranks at once; ranks with other lengths have other calls."""
+    with pytest.raises(UserError, match="--zero_stage 3 cannot run layers of .*GatedDeltaNet.*use --strategy fsdp"):
+        refuse_calls_by_rank(models[0])
+    refuse_calls_by_rank(tiny.model("qwen2"))
 
 
 @pytest.mark.parametrize("family", tiny.HYBRIDS)

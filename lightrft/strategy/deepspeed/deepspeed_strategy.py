@@ -24,6 +24,7 @@ from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_i
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler, load, set_schedule_step
 from lightrft.strategy.sharding import flat_slice, ParamSlice
 from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import replace_tensors
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -132,6 +133,14 @@ def settings(cfg: StrategyConfig, sizes: Sizes, model: nn.Module, trained: bool)
     }
 
 
+def refuse_calls_by_rank(model: nn.Module) -> None:
+    """Refuse layers that ranks call differently often: stage 3 gathers weights in every call, on all ranks at once."""
+    for module in model.modules():
+        if getattr(module, "calls_by_rank", False):
+            raise UserError(f"--zero_stage 3 cannot run layers of {type(module).__name__}, which are called once "
+                            "for each length of sequences; use --strategy fsdp, or --zero_stage 2")
+
+
 class DeepspeedStrategy(DistributedStrategy):
     """ZeRO of ``cfg.zero_stage`` over all ranks; with 0 every rank holds everything.
 
@@ -184,6 +193,7 @@ class DeepspeedStrategy(DistributedStrategy):
             round_frozen(model)
         config = settings(self.cfg, self.sizes, model, optim is not None)
         if divided:
+            refuse_calls_by_rank(model)
             divide(model, config)
         materialize(model, self.device)
         model.to(self.device)
