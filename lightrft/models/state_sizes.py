@@ -1,6 +1,8 @@
 """Bytes that layers with state keep of a sequence, found by one token on a copy of the model without data."""
+import inspect
 import json
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,5 +39,11 @@ def _bytes_of(model_type: str, values: str) -> int:
         adapt(model)
         token = torch.empty(1, 1, config.hidden_size)
         for layer in stateful(model):
-            layer(token, kv_cache=sizes)
+            layer(token, kv_cache=sizes, **dict.fromkeys(_unused(type(layer).__mro__[2])))
     return sizes.total
+
+
+def _unused(family: Any) -> list[str]:
+    """Names of the arguments that the forward pass of a layer asks for, besides the hidden states: masks, positions."""
+    _, _, *others = inspect.signature(family.forward).parameters.values()
+    return [each.name for each in others if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]

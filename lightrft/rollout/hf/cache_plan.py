@@ -56,6 +56,9 @@ class LayerProbe:
         if key.shape != value.shape:
             raise UserError(f"the HF engine needs keys and values of one shape, "
                             f"got {list(key.shape)} and {list(value.shape)}")
+        if layer in self.shapes:
+            raise UserError("the HF engine needs keys and values of every layer apart, and this model attends twice "
+                            "under one index: its layers share an attention block (Zamba 2)")
         self.shapes[layer] = (key.shape[1], key.shape[3], value.dtype)
         return query.transpose(1, 2)
 
