@@ -1,6 +1,7 @@
 """One strategy under test, and what its checks read."""
 import gc
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -17,9 +18,11 @@ from lightrft.tests.support.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of,
 
 
 def freeze_imports(cfg: StrategyConfig) -> None:
-    """DeepSpeed looks for garbage in each ``prepare``: hide what is imported, where there is none; itself too."""
+    """Hide what is imported, itself too, from the search for garbage in each ``prepare`` of DeepSpeed, and then what
+    has become old."""
     if cfg.strategy == "deepspeed":
         import_deepspeed()
+        import_module("lightrft.tests.support.young_garbage")
     gc.freeze()
 
 
