@@ -276,6 +276,7 @@ class Scheduler:
         """Forget all episodes, which an error has ended."""
         for flight in self.flights.values():
             flight.run.left.clear()
+            flight.run.stopped = True
         self.flights, self.waiting, self._idle = {}, {}, 0
         self.engine.reset()
 
@@ -338,6 +339,8 @@ class Scheduler:
         Args:
             wait: for what they have drawn, and for turns that are under way, without which they could not resume.
         """
+        if run.stopped:  # an error in a round has
+            return
         run.stopped = True
         keys = [key for key, flight in self.flights.items() if flight.run is run]
         if len(keys) == len(self.flights) and not wait:
