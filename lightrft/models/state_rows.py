@@ -169,7 +169,8 @@ class StateRows:
             return None, None
         lens = torch.tensor(self.lens)
         starts = lens.cumsum(0) - lens
-        tokens, real = [], []
+        tokens: list[Tensor] = []
+        real: list[Tensor] = []
         for group, call in zip(groups, self.calls):
             column = torch.arange(call.width)[None]
             real.append((column < lens[group][:, None]).flatten())
@@ -190,7 +191,8 @@ class StateRows:
             The outputs of the layer, [T, ...] each, and the states at the ends of the sequences ``order``.
         """
         rows = hidden if self._rows is None else self._rows(hidden)
-        outputs, stored = [], States()
+        outputs: list[list[Tensor]] = []
+        stored: States = {}
         for call, x in zip(self.calls, rows.split([call.rows * call.width for call in self.calls])):
             state = LayerState({name: call.parents(states) for name, states in stored.items()} if call.parents else {})
             outs = layer(x.unflatten(0, (call.rows, call.width)), state)

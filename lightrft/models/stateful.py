@@ -70,6 +70,7 @@ class _PerSequence:
     ``calls_by_rank``: ranks call its modules as often as their own rows need, so no collective may be in such a call.
     """
     calls_by_rank = True
+    layer_idx: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer of each sequence of the row [1, T, H]; without a layout, as transformers does."""
@@ -85,9 +86,9 @@ class _PerSequence:
             return found[:kind.outputs] if isinstance(found, tuple) else (found, )
 
         outs = cache.mix(self.layer_idx, hidden_states, layer) if cache is not None else _packed(
-            layout, hidden_states, layer)  # type: ignore[attr-defined]
-        outs = (*outs, *[None] * kind.unread)
-        return outs if len(outs) > 1 else outs[0]
+            layout, hidden_states, layer)
+        returned = (*outs, *[None] * kind.unread)
+        return returned if len(returned) > 1 else returned[0]
 
 
 def _packed(layout: PackedLayout, hidden: Tensor, layer: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
@@ -98,7 +99,8 @@ def _packed(layout: PackedLayout, hidden: Tensor, layer: Callable[..., tuple[Ten
 @lru_cache(maxsize=None)
 def _cache_name(family: type[Any]) -> str:
     """Name of the cache among the parameters of the forward pass of a layer."""
-    parameters = inspect.signature(family.__mro__[2].forward).parameters
+    base: Any = family.__mro__[2]
+    parameters = inspect.signature(base.forward).parameters
     return next(name for name in _CACHES if name in parameters)
 
 
@@ -128,7 +130,7 @@ def adapt(body: nn.Module) -> None:
     for module in stateful(body):
         if not isinstance(module, _PerSequence):
             _use_torch(sys.modules[type(module).__module__])
-            module.__class__ = _derived(type(module))  # type: ignore[assignment]
+            module.__class__ = _derived(type(module))  # type: ignore[arg-type]
 
 
 def _use_torch(module: Any) -> None:
