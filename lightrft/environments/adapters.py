@@ -94,7 +94,8 @@ class AgentInstance:
     """OpenRLHF's ``AgentInstance``: states in, rewards and raw text out."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.label, self.observation = inner, None, ""
+        self.inner, self.observation = inner, ""
+        self.label: Any = None
 
     async def reset(self, prompt: Task, seed: int) -> None:
         """Begin with the text of the prompt; the marks of its template are there already."""
@@ -147,8 +148,8 @@ class GymText:
             await awaited(self.inner.close())
 
 
-def _wrapped(kind: str, adapter: type, **facts: bool) -> Callable[[type], Adapter]:
-    return lambda cls: Adapter(lambda: adapter(cls()), Info(kind, **facts))
+def _wrapped(kind: str, adapter: type, writes_marks: bool = False) -> Callable[[type], Adapter]:
+    return lambda cls: Adapter(lambda: adapter(cls()), Info(kind, writes_marks=writes_marks))
 
 
 def _of_methods(cls: type) -> Adapter:

@@ -58,11 +58,11 @@ class LayerState:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The tokens that a convolution read last, [rows, channels, k]; None at the start."""
-        return self.conv_states[state_idx] if self.began else None
+        return self.states[f"conv{state_idx}"] if self.began else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A recurrent matrix, [rows, ...]; None at the start."""
-        return self.recurrent_states[state_idx] if self.began else None
+        return self.states[f"recurrent{state_idx}"] if self.began else None
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0,
                           conv_kernel_size: int | None = None, **unused: Any) -> Tensor:

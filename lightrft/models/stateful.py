@@ -74,9 +74,10 @@ class _PerSequence:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer of each sequence of the row [1, T, H]; without a layout, as transformers does."""
-        layout, cache = kwargs.get("packing"), kwargs.get("kv_cache")
+        layout: Any = kwargs.get("packing")
+        cache: Any = kwargs.get("kv_cache")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
-        forward, name = super().forward, _cache_name(type(self))  # type: ignore[misc]
+        forward, name = super().forward, _cache_name(type(self))  # type: ignore[misc, arg-type]
         if layout is None and cache is None:
             return forward(hidden_states, *args, **kwargs)
         kind = LAYERS[type(self).__name__]

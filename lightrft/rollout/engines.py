@@ -43,7 +43,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
                         f"build_{name}_engine is to be (docs/contributing.md, An engine)")
     if strategy.plans:
         return import_module("lightrft.rollout.planned").PlannedEngine()
-    build = vars(import_module(f"{module}.engine")).get(f"build_{name}_engine")
+    build: Any = vars(import_module(f"{module}.engine")).get(f"build_{name}_engine")
     arguments = cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s
     _check_builder(name, build, len(arguments))
     engine = build(*arguments)

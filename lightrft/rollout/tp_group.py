@@ -135,7 +135,8 @@ def parts_of_first(parts: list[Generated], group: dist.ProcessGroup | None) -> l
         return parts
     numbers: list[float] = []
     for key, segment, reason in parts:
-        numbers += [len(role := key.role.encode()), *role, key.group, key.index, FINISH_REASONS.index(reason),
+        role = key.role.encode()
+        numbers += [len(role), *role, key.group, key.index, FINISH_REASONS.index(reason),
                     len(segment.token_ids), *segment.token_ids, *segment.logprobs]  # yapf: disable
     rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
     return [_part(int(length), rest) for length in rest]

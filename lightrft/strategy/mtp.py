@@ -22,11 +22,11 @@ def is_mtp(name: str, layers: int) -> bool:
 
 def mtp_files(folder: Path, layers: int) -> dict[str, Path]:
     """Return the file of each such weight in ``folder``, by its name."""
-    found = {}
+    files: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            found |= {name: file for name in opened.keys() if is_mtp(name, layers)}
-    return found
+            files |= {name: file for name in opened.keys() if is_mtp(name, layers)}
+    return files
 
 
 def dropped_weights(hf: Any) -> Iterator[tuple[str, Tensor]]:
