@@ -85,7 +85,7 @@ class Player:
         self.pool, self.tokenizer, self.form = pool, tokenizer, form
         self.max_turns, self.prompt_max_len = max_turns, prompt_max_len
         self._encoder = Renderer(DataConfig(), tokenizer)
-        self._sessions: dict[Key, int] = {}
+        self._sessions: dict[Key, tuple[Play, int]] = {}  # numbers, with the records that they write
         self._logged: set[str] = set()
         self._quick = True  # no answer was late so far
 
@@ -93,7 +93,7 @@ class Player:
     def playing(self, episodes: Sequence[Episode], max_new_tokens: int) -> Iterator[NextTurn]:
         """Open the sessions of episodes that have none, and yield what gives their turns; close those of episodes that
         are finished then."""
-        self._open([episode for episode in episodes if episode.key not in self._sessions])
+        self._open([episode for episode in episodes if not self._plays(episode)])
         try:
             yield lambda ended: self._ask(ended, max_new_tokens)
         finally:
@@ -145,14 +145,23 @@ class Player:
         for group, futures in zip(groups, resets):
             self._begin(group, [future.result() for future in futures])
 
+    def _plays(self, episode: Episode) -> bool:
+        """Return True if an episode has a session here; one from a checkpoint or from another rank has none."""
+        play, _ = self._sessions.get(episode.key, (None, 0))
+        return play is not None and play is episode.play
+
     def _reset(self, episode: Episode, seed: int) -> "Future[Answer]":
-        """Begin the session of an episode. One whose session was lost with an earlier process begins again."""
-        restarts = (episode.play.restarts if episode.play else 0) + bool(episode.segments)
-        episode.play, episode.segments = Play(restarts=restarts), []
-        prompt = episode.prompt
+        """Begin the session of an episode. One whose session was lost begins again, from its prompt as it was."""
+        self._close(episode)
+        play = Play(seed=seed)
+        if (lost := episode.play) is not None:
+            play = Play(seed=lost.seed, restarts=lost.restarts + bool(episode.segments))
+            episode.prompt = replace(episode.prompt, **lost.asked or {})
+        episode.play, episode.segments, prompt = play, [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
                     prompt.columns)  # yapf: disable
-        self._sessions[episode.key], future = self.pool.reset(task, seed ^ _APART)
+        session, future = self.pool.reset(task, play.seed ^ _APART)
+        self._sessions[episode.key] = play, session
         return future
 
     def _begin(self, group: list[Episode], answers: list[Answer]) -> None:
@@ -167,10 +176,12 @@ class Player:
                 f"--environment {self.pool.spec.title}: reset(prompt, seed) gave different messages for the "
                 f"prompt {group[0].prompt.uid!r} and one seed: {texts[0]!r} and others. The responses to a "
                 "prompt are compared, so it has to be the same for all; draw with the seed")
-        prompt = self._opened(group[0].prompt, texts[0]) if texts and texts[0] else group[0].prompt
+        asked = prompt = group[0].prompt
+        if texts and texts[0]:
+            prompt = self._opened(asked, texts[0])
         for episode, answer in zip(group, answers):
-            if prompt is not episode.prompt:
-                _play(episode).opened = {name: getattr(prompt, name) for name in ("messages", "text", "token_ids")}
+            if prompt is not asked:
+                _play(episode).asked = {name: getattr(asked, name) for name in ("messages", "text", "token_ids")}
             episode.prompt = prompt
             if isinstance(answer, Failure):
                 _play(episode).failure = answer.cause
@@ -208,7 +219,7 @@ class Player:
         play.turns, play.calls = play.turns + 1, play.calls + len(calls)
         if play.failure:
             return None
-        answer = self.pool.step(self._sessions[episode.key], turn)
+        answer = self.pool.step(self._sessions[episode.key][1], turn)
         return PendingAnswer(self, episode, answer, drawn, room, cut, time.monotonic())
 
     def _read(self, before: list[int], drawn: list[int]) -> "tuple[Message, tuple[ToolCall, ...]]":
@@ -219,7 +230,7 @@ class Player:
         return drawn[:-1] if drawn[-1] == self.tokenizer.eos_token_id else drawn
 
     def _close(self, episode: Episode) -> None:
-        session = self._sessions.pop(episode.key, None)
+        _, session = self._sessions.pop(episode.key, (None, None))
         if session is not None:
             self.pool.close(session)
 

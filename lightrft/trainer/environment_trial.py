@@ -38,7 +38,7 @@ def _result(turn: Any) -> list[int] | None:
 def _opened(episode: Episode) -> Iterator[str]:
     assert episode.play is not None, "its session is open"
     _refuse_failure(episode)
-    if episode.play.opened is not None:
+    if episode.play.asked is not None:
         yield f"environment: begins with {_short(episode.prompt.messages[-1]['content'])}"
 
 

@@ -83,12 +83,9 @@ class Episode:
     def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
         """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers, score and seed.
         """
-        play = Play.load(state.get("play"))
-        if play is not None and play.opened is not None and state["finish_reason"] != "abort":
-            prompt = replace(prompt, **play.opened)  # an unfinished response begins its environment again
         episode = cls(prompt, group_id, index, [], state["finish_reason"], state.get("text", ""),
                       state.get("extra", {}), seed=state.get("seed", 0),
-                      play=play)  # yapf: disable
+                      play=Play.load(state.get("play")))  # yapf: disable
         if state.get("score"):
             episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
             episode.steps = [(end, reward) for end, reward in state["steps"]]

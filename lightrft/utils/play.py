@@ -16,7 +16,8 @@ class Play:
         turns, calls: of the policy; ``wait_s``: seconds in which the response waited for answers.
         restarts: times that the response began again, because its environment was lost with an earlier process.
         metrics: sums of the numbers that the environment gave.
-        opened: messages, text and tokens of the prompt with what the environment began with; None: it added nothing.
+        seed: of the environment; a response that begins again has the same.
+        asked: messages, text and tokens of the prompt before the environment added to it; None: it added nothing.
     """
     messages: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -27,7 +28,8 @@ class Play:
     wait_s: float = 0.0
     restarts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    opened: dict[str, Any] | None = None
+    seed: int = 0
+    asked: dict[str, Any] | None = None
 
     @classmethod
     def load(cls, state: "dict[str, Any] | None") -> "Play | None":

@@ -5,8 +5,14 @@ import time
 import pytest
 import torch
 
+from lightrft.environments.base import EnvironmentSpec
+from lightrft.environments.chat_format import ChatFormat
+from lightrft.environments.play import Player
+from lightrft.environments.pool import EnvironmentPool
 from lightrft.tests.support import environments, runs, tool_models
+from lightrft.trainer.carried_groups import group_state, load_group
 from lightrft.trainer.samples import reward_input
+from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
 
 no_picture = runs.no_picture
@@ -107,3 +113,55 @@ def test_a_text_prompt_and_a_hint_that_is_too_long_are_told(home, tmp_path):
     with pytest.raises(UserError, match="is a text. Write prompts as messages"):
         trainer(home, tmp_path / "b", "Failing", prompt_data=[str(home / "text.jsonl")], rollout_batch_size=1,
                 train_batch_size=2)  # yapf: disable
+
+
+@pytest.fixture(name="player", scope="module")
+def fixture_player():
+    tok = tool_models.tokenizer()
+    player = Player(EnvironmentPool(EnvironmentSpec(FILE, "Faulty"), 1, 20.0), tok, ChatFormat(tok, "qwen3"), 8, 96)
+    yield player
+    player.shutdown()
+
+
+def played(player, episodes):
+    """Draw a turn of each episode; the answers of its environment."""
+    drawn = player.tokenizer.encode("a", add_special_tokens=False) + [player.tokenizer.eos_token_id]
+    with player.playing(episodes, 90) as ask:
+        for episode in episodes:
+            episode.add(Segment(drawn, [0.0] * len(drawn), version=0), "stop")
+        for turn in ask(episodes):
+            turn.result()
+        for episode in episodes:
+            episode.finish_reason = "abort"
+    return [episode.play.messages[-1]["content"] for episode in episodes]
+
+
+@pytest.mark.parametrize("left_here", [True, False], ids=["on another rank meanwhile", "of an earlier process"])
+def test_a_response_that_begins_again_has_the_prompt_and_the_seed_of_its_group(player, left_here):
+    """Also where the first response of the group is finished, and where an earlier session of it is still there."""
+    messages = [{"role": "user", "content": "go"}]
+    text, ids = player.form.prompt(messages, {})
+    group = Episode.group(Prompt("u", ids, text, messages=messages), 7, [5, 6], role=str(left_here))
+    first, again = played(player, group)
+    assert first == again and again.endswith(" 1"), "one seed, and the first turn of the environment"
+    opened = group[0].prompt.messages
+    assert len(opened) == 2
+    if not left_here:
+        player._sessions.clear()
+    _, moved = load_group(json.loads(json.dumps(group_state(group))))
+    moved.role = str(left_here)
+    assert played(player, [moved]) == [again], "its environment goes on, or has another seed"
+    assert (moved.prompt.messages, moved.prompt.token_ids) == (opened, group[0].prompt.token_ids)
+    assert moved.play.restarts == 1 and moved.play.turns == 1
+    assert played(player, [moved])[0].endswith(again.replace(" 1", " 2")), "a session that is here goes on"
+
+
+def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(player):
+    """The same key as before, after an error of the opening."""
+    player.prompt_max_len, limit = 1, player.prompt_max_len
+    messages = [{"role": "user", "content": "go"}]
+    text, ids = player.form.prompt(messages, {})
+    with pytest.raises(UserError, match="--prompt_max_len is 1"):
+        played(player, Episode.group(Prompt("u", ids, text, messages=messages), 0, [5], role="chat"))
+    player.prompt_max_len = limit
+    assert played(player, Episode.group(Prompt("u", ids, text, messages=messages), 0, [5], role="chat"))
