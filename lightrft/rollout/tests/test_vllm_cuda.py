@@ -77,7 +77,9 @@ def test_steps_run_on_the_stream_of_vllm_and_all_else_on_the_trainers(streams, m
         seen.append(streams.now.name)
         return []
 
-    assert VLLMParts(SimpleNamespace(step=step), None, stream=native).round([], False) == []
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(running=[])))
+    engine = SimpleNamespace(step=step, engine_core=core)
+    assert VLLMParts(engine, None, stream=native).round([], False) == []
     assert seen == ["vllm"] and streams.now.name == "trainer"
 
 
