@@ -1,6 +1,7 @@
 """Batch inference: responses of an engine to many prompts, scored, written as soon as they are."""
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import turns_of
 from lightrft.trainer.samples import decode, reward_input, sample_seed
 from lightrft.types import Episode, Prompt
+from lightrft.utils.play import Play
 from lightrft.utils.progress import progress
 from lightrft.utils.watchdog import stop_requested, tick
 
@@ -94,7 +96,7 @@ def score_again(strategy: StrategyBase, prompts: Sequence[Prompt], files: RowFil
 
     def group(number: int) -> Group:
         rows = [unscored(row) for row in files.unscored[number]]
-        return rows, [reward_input(prompts[number], row["output"]) for row in rows]
+        return rows, [reward_input(prompts[number], row["output"], Play.load(row.get("play"))) for row in rows]
 
     return score_groups(strategy, sorted(files.unscored), group, files, rewards)
 
@@ -162,6 +164,8 @@ class BatchGenerator:
             found |= {"prompt": prompt.messages or prompt.text, **self.media.of(prompt.media)}
             found |= {name: value for name, value in given.items() if value}
         if sample.play is not None:
-            found |= {"messages": [*prompt.messages, *sample.play.messages], "turns": sample.play.turns}
+            found |= {
+                "messages": [*prompt.messages, *sample.play.messages], "play": asdict(replace(sample.play, asked=None))
+            }
         facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
         return found | {name: value for name, value in facts.items() if value not in (None, "")}

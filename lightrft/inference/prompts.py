@@ -14,6 +14,7 @@ from lightrft.config.schema import Config
 from lightrft.config.tree import flatten, options
 from lightrft.datasets.rows import place_of
 from lightrft.datasets.template_variables import check_read
+from lightrft.environments.opening import spec_of
 from lightrft.inference.generation import BatchGenerator, score_again
 from lightrft.inference.loading import check_positions, LoadedModel
 from lightrft.inference.media_columns import MediaColumns
@@ -46,9 +47,11 @@ def identity(config: Any, later: Sequence[str], content: Sequence[Any], used: Co
 
 
 def _contents(used: Config) -> dict[str, str]:
-    """Return a digest of each file and model that makes or scores responses."""
-    reward = used.reward
-    files = {entry: parse_entry(entry).path for entry in reward.reward} | {"--judge_template": reward.judge_template}
+    """Return a digest of each file and model that makes, answers or scores responses."""
+    reward, environment = used.reward, used.rollout.environment
+    files = {entry: parse_entry(entry).path for entry in reward.reward} | {
+        "--judge_template": reward.judge_template,
+        "--environment": environment and spec_of(environment, {}).path}  # yapf: disable
     models = [used.model.pretrain, *parse_models(reward.reward_pretrain).values()]
     return {f"the content of {name}": sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
             for name, path in files.items() if path} | {

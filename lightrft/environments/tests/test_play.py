@@ -1,14 +1,24 @@
 """Whole rollouts with environments in workers: tokens, masks, rewards and causes, whatever the time that tools take."""
 import json
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightrft.config.cli import parse_config
+from lightrft.config.generate_schema import GenerateConfig
+from lightrft.config.schema import RewardConfig
 from lightrft.environments.base import EnvironmentSpec
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.play import Player
 from lightrft.environments.pool import EnvironmentPool
+from lightrft.inference.generation import BatchGenerator, score_again
+from lightrft.inference.media_columns import MediaColumns
+from lightrft.inference.prompts import identity
+from lightrft.rewards.manager import RewardManager
+from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import environments, runs, tool_models
 from lightrft.trainer.carried_groups import group_state, load_group
 from lightrft.trainer.samples import reward_input
@@ -123,6 +133,12 @@ def fixture_player():
     player.shutdown()
 
 
+def chat_prompt(player):
+    messages = [{"role": "user", "content": "go"}]
+    text, ids = player.form.prompt(messages, {})
+    return Prompt("u", ids, text, messages=messages)
+
+
 def played(player, episodes):
     """Draw a turn of each episode; the answers of its environment."""
     drawn = player.tokenizer.encode("a", add_special_tokens=False) + [player.tokenizer.eos_token_id]
@@ -139,9 +155,7 @@ def played(player, episodes):
 @pytest.mark.parametrize("left_here", [True, False], ids=["on another rank meanwhile", "of an earlier process"])
 def test_a_response_that_begins_again_has_the_prompt_and_the_seed_of_its_group(player, left_here):
     """Also where the first response of the group is finished, and where an earlier session of it is still there."""
-    messages = [{"role": "user", "content": "go"}]
-    text, ids = player.form.prompt(messages, {})
-    group = Episode.group(Prompt("u", ids, text, messages=messages), 7, [5, 6], role=str(left_here))
+    group = Episode.group(chat_prompt(player), 7, [5, 6], role=str(left_here))
     first, again = played(player, group)
     assert first == again and again.endswith(" 1"), "one seed, and the first turn of the environment"
     opened = group[0].prompt.messages
@@ -159,9 +173,38 @@ def test_a_response_that_begins_again_has_the_prompt_and_the_seed_of_its_group(p
 def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(player):
     """The same key as before, after an error of the opening."""
     player.prompt_max_len, limit = 1, player.prompt_max_len
-    messages = [{"role": "user", "content": "go"}]
-    text, ids = player.form.prompt(messages, {})
     with pytest.raises(UserError, match="--prompt_max_len is 1"):
-        played(player, Episode.group(Prompt("u", ids, text, messages=messages), 0, [5], role="chat"))
+        played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
     player.prompt_max_len = limit
-    assert played(player, Episode.group(Prompt("u", ids, text, messages=messages), 0, [5], role="chat"))
+    assert played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
+
+
+@pytest.mark.parametrize("failure", ["timeout", ""])
+def test_a_response_that_is_scored_again_is_judged_with_what_its_environment_did(player, tmp_path, failure):
+    """Not as a text in which the environment has written the answer; nor where the environment failed."""
+    prompt, strategy, saved = chat_prompt(player), SingleProcessStrategy(), []
+    (episode, ) = Episode.group(prompt, 0, [5], role=f"again {failure}")
+    played(player, [episode])
+    episode.play.failure, episode.text = failure, "a\\boxed{7}"
+    row = BatchGenerator(strategy, None, player.tokenizer, None, 1, 0, MediaColumns(None, tmp_path)).row(episode)
+    files = SimpleNamespace(unscored={0: [json.loads(json.dumps(row)) | {"unscored": "unreachable"}]},
+                            add=lambda number, rows: saved.extend(rows))  # yapf: disable
+    rewards = RewardManager(RewardConfig(reward=["exact", "environment"]))
+    score_again(strategy, [replace(prompt, reference="7")], files, rewards)
+    rewards.shutdown()
+    assert saved[0]["reward_parts"] == {"exact": 0.0, "environment": 0.5}
+    assert saved[0].get("unscored", "") == failure
+
+
+def test_rows_of_another_environment_are_not_resumed(home, tmp_path):
+    """Its file may have changed under the same name."""
+    file = tmp_path / "environment.py"
+    given = {"pretrain": str(home / "model"), "prompt_data": [str(home / "train.jsonl")],
+             "environment": f"{file}:Failing"}  # yapf: disable
+    config = parse_config([], defaults=given, tree=GenerateConfig).config
+    identities = []
+    for text in ("first", "second"):
+        file.write_text(f'"""{text}"""', encoding="utf-8")
+        identities.append(identity(config, (), [], config.as_config()))
+    first, second = identities
+    assert [name for name in first if first[name] != second[name]] == ["the content of --environment"]
