@@ -157,7 +157,7 @@ class BatchGenerator:
         what their template was given."""
         prompt = sample.prompt
         found: Row = {"input": prompt.text, "output": sample.text, "prompt_id": prompt.uid, "sample": sample.index,
-                      "tokens": sample.response_len, "finish_reason": sample.finish_reason}  # yapf: disable
+                      "tokens": sample.drawn_len, "finish_reason": sample.finish_reason}  # yapf: disable
         if prompt.media:
             kwargs = {name: value for name, value in prompt.template_kwargs.items() if name != "tools"}
             given = {"tools": prompt.template_kwargs.get("tools"), "chat_template_kwargs": kwargs}

@@ -143,6 +143,7 @@ def test_an_episode_has_a_segment_per_source_and_lists_per_token():
     assert episode.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3, -0.4, -0.5]
     assert episode.weight_versions == [-1, -1, 7, 7, -1, -1, 7, 7, 8]
     assert (episode.prompt_len, episode.response_len, episode.num_tokens, episode.truncated) == (2, 7, 9, True)
+    assert episode.drawn_len == 5
     episode.seed = 5
     assert Episode.load(episode.prompt, 4, 1, episode.state()) == episode and episode.key == ("sample", 4, 1)
 

@@ -12,8 +12,7 @@ from lightrft.algorithms.base import ADVANTAGES
 from lightrft.config.schema import AlgorithmConfig, RewardConfig
 from lightrft.ops.divergence import kl_estimate
 from lightrft.ops.returns import discounted_returns
-from lightrft.ops.segment import (group_stats, last_token, masked_mean, masked_whiten, moments, response_lengths,
-                                  segment_sum)
+from lightrft.ops.segment import (group_stats, last_token, masked_mean, masked_whiten, moments, segment_sum)
 from lightrft.ops.selection import largest, share
 from lightrft.types import Experience
 
@@ -125,7 +124,7 @@ class AdvantageCalculator:
         def penalty(lengths: Tensor) -> Tensor:
             return overlong_penalty(lengths, self.max_len, buffer, cfg.overlong_buffer_penalty_factor)
 
-        own = penalty(exp.ranks.gather(response_lengths(exp.drawn, exp.cu_seqlens)).float())
+        own = penalty(exp.ranks.gather(segment_sum(exp.drawn, exp.cu_seqlens)).float())
         exp.rewards = exp.rewards + own
         if exp.baseline_rewards is not None:
             exp.baseline_rewards = exp.baseline_rewards + penalty(exp.baseline_lengths)

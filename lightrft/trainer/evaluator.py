@@ -75,7 +75,7 @@ class Evaluator:
         for sample, score in zip(samples, scores):
             sample.score = score
         local = [
-            Answer(sample.group_id, sample.index, sample.prompt.data_source or "default", sample.response_len, score,
+            Answer(sample.group_id, sample.index, sample.prompt.data_source or "default", sample.drawn_len, score,
                    sample if self._shown(sample) else None) for sample, score in zip(samples, scores)
         ]
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]

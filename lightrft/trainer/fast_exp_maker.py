@@ -116,7 +116,7 @@ class GreedyBaseline:
             self.rewards.flush()
             for group, episode, score in zip(groups.values(), greedy, self.rewards.collect(handle), strict=True):
                 for sample in group:
-                    sample.greedy = score.total, episode.response_len
+                    sample.greedy = score.total, episode.drawn_len
 
         return wait
 

@@ -111,10 +111,11 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     """Return ``rollout/*``: prompts, samples, generated tokens, speed, lengths, share that hit the length limit, and
     the mean of -log p over the sampled tokens, which estimates the entropy without a forward pass.
 
-    Lengths count what an environment appended, tokens and speed do not.
+    They count what the policy drew. ``rollout/whole_len/*`` is the length with what an environment wrote between, where
+    one wrote anything.
     """
-    lengths, tokens = shards.response_lens.float(), shards.drawn.sum().double().item()
-    return number_metrics(shards) | {
+    lengths, tokens = shards.drawn.float(), shards.drawn.sum().double().item()
+    return number_metrics(shards) | _whole_lengths(shards) | {
         "rollout/prompts": len(shards.group_ids.unique()),
         "rollout/samples": shards.size,
         "rollout/tokens": tokens,
@@ -125,6 +126,13 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
         "rollout/truncated_frac": shards.truncated.float().mean().item(),
         "rollout/entropy_estimate": shards.surprisals.sum().item() / max(tokens, 1.0),
     }
+
+
+def _whole_lengths(shards: Shards) -> dict[str, float]:
+    if torch.equal(shards.response_lens, shards.drawn):
+        return {}
+    whole = shards.response_lens.float()
+    return {"rollout/whole_len/mean": whole.mean().item(), "rollout/whole_len/max": whole.max().item()}
 
 
 def number_metrics(shards: Shards) -> dict[str, float]:

@@ -27,7 +27,7 @@ class Progress(NamedTuple):
     def of(cls, group: list[Episode]) -> "Progress":
         """Measure a group of this rank."""
         oldest = min((episode.segments[0].version for episode in group if episode.segments), default=None)
-        return cls(any(episode.open for episode in group), oldest, sum(episode.response_len for episode in group))
+        return cls(any(episode.open for episode in group), oldest, sum(episode.drawn_len for episode in group))
 
     def version(self, step: int) -> int:
         """Return the version of the oldest token; ``step`` if there is none."""
@@ -135,7 +135,7 @@ class OversamplingSource:
     def _metrics(self, chosen: list[Episode]) -> dict[str, float]:
         versions = [{each.version for each in episode.segments if each.drawn} for episode in chosen]
         left = [episode for group in self.groups.values() for episode in group if episode.open and episode.segments]
-        own = sum(len(each) > 1 for each in versions), len(left), sum(response.response_len for response in left)
+        own = sum(len(each) > 1 for each in versions), len(left), sum(response.drawn_len for response in left)
         samples, left_samples, left_tokens = self.strategy.all_reduce(torch.tensor(own)).tolist()
         return {
             "rollout/partial/samples": samples,

@@ -152,6 +152,11 @@ class Episode:
         return sum(len(each.token_ids) for each in self.segments)
 
     @property
+    def drawn_len(self) -> int:
+        """Number of tokens that the policy drew; an environment may have written others between them."""
+        return sum(len(each.token_ids) for each in self.segments if each.drawn)
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of prompt and response."""
         return self.prompt_len + self.response_len

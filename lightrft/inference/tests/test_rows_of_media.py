@@ -9,7 +9,7 @@ def test_tools_and_variables_are_columns_beside_the_media():
     given = {"tools": [{"type": "function"}], "enable_thinking": False}
     prompt = Prompt("u", [1], "t", messages=[{"role": "user", "content": "q"}], media=("image:1", ),
                     template_kwargs=given)  # yapf: disable
-    sample = SimpleNamespace(prompt=prompt, text="r", index=0, response_len=1, finish_reason="stop")
+    sample = SimpleNamespace(prompt=prompt, text="r", index=0, drawn_len=1, finish_reason="stop", play=None)
     writer = SimpleNamespace(media=SimpleNamespace(of=lambda keys: {"images": ["a"]}))
     row = BatchGenerator.row(writer, sample)
     assert row["tools"] == given["tools"] and row["chat_template_kwargs"] == {"enable_thinking": False}

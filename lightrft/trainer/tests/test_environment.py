@@ -77,8 +77,8 @@ def test_runs_of_several_turns_train(more, home, tmp_path):
         assert all(line["rollout/mismatch/abs_logp_mean"] < 1e-5 for line in done.lines)
 
 
-def test_answers_count_in_lengths_and_in_the_overlong_penalty(home, tmp_path):
-    """For the samples and for the greedy baseline alike; they are no generated tokens."""
+def test_answers_count_neither_in_lengths_nor_in_the_overlong_penalty(home, tmp_path):
+    """For the samples and for the greedy baseline alike; the length with them is a metric of its own."""
     made = trainer(home, tmp_path, lambda item: Outcome(0.0), advantage_estimator="remax", overlong_buffer=True,
                    overlong_buffer_len=12)
     made.sync_weights(0)
@@ -86,9 +86,13 @@ def test_answers_count_in_lengths_and_in_the_overlong_penalty(home, tmp_path):
     done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
     parts = [done.exp.select([i]) for i in range(8)]
     prompts = [len(made.tokenizer.encode(episode.prompt.text)) for episode in done.episodes]
-    lengths = [part.num_tokens - prompt for part, prompt in zip(parts, prompts)]
-    assert done.metrics["rollout/response_len/mean"] == pytest.approx(sum(lengths) / 8)
-    assert done.metrics["rollout/tokens"] == done.exp.loss_mask.sum() < sum(lengths)
+    whole = [part.num_tokens - prompt for part, prompt in zip(parts, prompts)]
+    lengths = [episode.drawn_len for episode in done.episodes]
+    assert lengths == [part.drawn.sum().item() for part in parts] and sum(whole) > sum(lengths)
+    for name, expected in (("response", lengths), ("whole", whole)):
+        assert done.metrics[f"rollout/{name}_len/mean"] == pytest.approx(sum(expected) / 8)
+        assert done.metrics[f"rollout/{name}_len/max"] == max(expected)
+    assert done.metrics["rollout/tokens"] == done.exp.loss_mask.sum() == sum(lengths)
     penalty = [-min(max(length - 28, 0), 12) / 12 for length in lengths]
     assert any(penalty) and done.exp.rewards.tolist() == pytest.approx(penalty)
     greedy = [-min(max(episode.greedy[1] - 28, 0), 12) / 12 for episode in done.episodes]
