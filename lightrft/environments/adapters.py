@@ -68,9 +68,7 @@ class MethodTools(ToolEnvironment):
     """TRL's ``environment_factory``: the public methods of an object are its tools."""
 
     def __init__(self, inner: Any) -> None:
-        names = [name for name, value in vars(type(inner)).items()
-                 if inspect.isfunction(value) and not name.startswith("_") and name not in _NO_TOOLS]  # yapf: disable
-        super().__init__(ToolBox([getattr(inner, name) for name in names]))
+        super().__init__(ToolBox([getattr(inner, name) for name in _tool_names(type(inner))]))
         self.inner = inner
 
     async def reset(self, prompt: Task, seed: int) -> Any:
@@ -88,6 +86,13 @@ class MethodTools(ToolEnvironment):
 
 
 _NO_TOOLS = ("reset", "get_reward", "close")
+
+
+def _tool_names(cls: type) -> list[str]:
+    """Return the names of the public methods of a class, inherited ones first."""
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    return [name for name in names if inspect.isfunction(getattr(cls, name)) and not name.startswith("_")
+            and name not in _NO_TOOLS]  # yapf: disable
 
 
 class AgentInstance:
@@ -165,9 +170,7 @@ def _is_agent(cls: type) -> bool:
 
 
 def _has_tools(cls: type) -> bool:
-    return _has("reset")(cls) and not hasattr(cls, "step") and any(
-        inspect.isfunction(value) and not name.startswith("_") and name not in _NO_TOOLS
-        for name, value in vars(cls).items())
+    return _has("reset")(cls) and not hasattr(cls, "step") and bool(_tool_names(cls))
 
 
 _KINDS: list[tuple[Callable[[type], bool], Callable[[type], Adapter]]] = [

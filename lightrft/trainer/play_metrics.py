@@ -1,4 +1,4 @@
-"""Metrics of environments: what they did in the responses of a rollout or an evaluation."""
+"""Metrics of environments: what they did in the responses of a rollout."""
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,22 +13,23 @@ def play_metrics(episodes: Sequence[Episode], strategy: StrategyBase) -> dict[st
 
     Nothing is returned if no response has an environment.
     """
-    total = Counter[str]()
-    for counts in strategy.all_gather_object(_counts(episodes)):
-        total.update(counts)
-    size = total.pop("responses", 0)
+    causes, sums, size = Counter[str](), Counter[str](), 0
+    for causes_of_rank, sums_of_rank, responses in strategy.all_gather_object(_counts(episodes)):
+        causes.update(causes_of_rank)
+        sums.update(sums_of_rank)
+        size += responses
     if not size:
         return {}
-    causes = {f"env/{cause}": float(total.pop(cause, 0)) for cause in (*FAILURES, *LIMITS, "restarts")}
-    return causes | {f"env/{name}/mean": value / size for name, value in sorted(total.items())}
+    counts = {f"env/{cause}": float(causes[cause]) for cause in (*FAILURES, *LIMITS, "restarts")}
+    return counts | {f"env/{name}/mean": value / size for name, value in sorted(sums.items())}
 
 
-def _counts(episodes: Sequence[Episode]) -> Counter[str]:
-    counts = Counter[str]()
-    for play in (episode.play for episode in episodes if episode.play is not None):
-        counts.update({"responses": 1, "turns": play.turns, "calls": play.calls, "restarts": play.restarts})
-        sums: dict[str, float] = play.metrics | {"wait_s": play.wait_s}
-        for name, value in sums.items():
-            counts[name] += value  # type: ignore[assignment]  # a sum of seconds
-        counts.update(cause for cause in (play.failure, play.limit) if cause)
-    return counts
+def _counts(episodes: Sequence[Episode]) -> tuple[Counter[str], Counter[str], int]:
+    """Return the counts of causes, sums of numbers, and the number of responses that have an environment."""
+    plays = [episode.play for episode in episodes if episode.play is not None]
+    causes = Counter(cause for play in plays for cause in (play.failure, play.limit) if cause)
+    causes["restarts"] = sum(play.restarts for play in plays)
+    sums = Counter[str]()
+    for play in plays:
+        sums.update(play.metrics | {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s})
+    return causes, sums, len(plays)

@@ -74,6 +74,16 @@ def test_a_class_whose_methods_are_tools():
     assert last.done and last.reward == 4.0
 
 
+def test_inherited_methods_are_tools_too():
+    more = type("More", (Counter, ), {"__doc__": "Adds a tool.", "look": look})
+    assert [tool["function"]["name"] for tool in adapter_of(more).info.tools] == ["increment", "look"]
+    assert adapter_of(type("Same", (Counter, ), {})).info.tools == adapter_of(Counter).info.tools
+
+
+def look(self) -> str:
+    """Look."""
+
+
 def test_an_agent_that_writes_text():
     info, _, first, last = play(AgentInstance, Turn("1"), Turn("3"))
     assert info.writes_marks and (first.text, first.reward, first.done) == ("\nagain\n", 0.0, False)
