@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.engines import ENGINES, HF_CACHE_PART, host_cache, LARGE_DEVICE, MOST_SEQUENCES, SEQUENCES
 from lightrft.config.schema import Config, RolloutConfig
 from lightrft.models.activations import ModelShape
-from lightrft.models.stateful import KINDS
-from lightrft.models.towers import config_value
 from lightrft.strategy.memory import ModelSize
-from lightrft.strategy.sharding import is_whole
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,6 +69,7 @@ def check_own_weights(cfg: RolloutConfig, actor: Any, engine: "RolloutEngine") -
     Raises:
         UserError: it computes with the trainer's weights, or with others, and should not.
     """
+    from lightrft.strategy.sharding import is_whole  # imports torch
     shares = not cfg.caps.own_weights and all(map(is_whole, actor.hf_model.parameters()))
     if bool(held := engine.shared_storage()) != shares:
         raise UserError(f"--engine_type {cfg.engine_type}: shared_storage() of the engine names {len(held)} weights of "
@@ -110,6 +108,8 @@ def check_rope(cfg: RolloutConfig, config: Any) -> None:
 
 def has_states(config: Any) -> bool:
     """True for a model with layers that keep a state."""
+    from lightrft.models.stateful import KINDS  # these import torch, which the doctor does without
+    from lightrft.models.towers import config_value
     return not KINDS.isdisjoint(config_value(config.get_text_config(), "layer_types", None) or ())
 
 

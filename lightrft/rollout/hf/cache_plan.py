@@ -49,6 +49,7 @@ class LayerProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
         self.states: dict[int, Shapes] = {}
+        self.shared: set[int] = set()  # layers that attended more than once
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
@@ -56,9 +57,7 @@ class LayerProbe:
         if key.shape != value.shape:
             raise UserError(f"the HF engine needs keys and values of one shape, "
                             f"got {list(key.shape)} and {list(value.shape)}")
-        if layer in self.shapes:
-            raise UserError("the HF engine needs keys and values of every layer apart, and this model attends twice "
-                            "under one index: its layers share an attention block (Zamba 2)")
+        self.shared |= {layer} & self.shapes.keys()
         self.shapes[layer] = (key.shape[1], key.shape[3], value.dtype)
         return query.transpose(1, 2)
 
@@ -74,6 +73,9 @@ def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
     probe = LayerProbe()
     zero = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     modality.logits(model, 0, input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
+    if probe.shared:
+        raise UserError("the HF engine needs keys and values of every layer apart, and this model attends twice under "
+                        "one index: its layers share an attention block (Zamba 2)")
     shapes, layers = set(probe.shapes.values()), tuple(sorted(probe.shapes))
     if len(shapes) != 1 or not probe.states and layers != tuple(range(len(layers))):
         raise UserError(f"the HF engine needs packed attention with equal key shapes in every layer; "
