@@ -121,6 +121,21 @@ def test_the_page_shows_the_recorded_tower_passes() -> None:
     assert {one["decoded"] for one in found["each"]} == {16}
 
 
+def test_families_shows_the_recorded_passes_of_layers_with_state(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The benchmark prints the table of the page; the gradients with and without shared prompts are equal."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hybrid = importlib.import_module("hybrid")
+    found, page = recorded("hybrid.json")[0], (ROOT / "docs" / "families.md").read_text()
+    header, *rows = hybrid.table(found).splitlines()
+    assert all(row in page for row in rows) and header.replace("way", "prompts") in page
+    file, small = tmp_path / "all.json", "--rounds 1 --prompts 1 --prompt 40 --response 8"
+    hybrid.main([*small.split(), "--out", str(file)])
+    fresh = json.loads(file.read_text())
+    assert hybrid.table(fresh) in capsys.readouterr().out
+    assert [fresh[way][0]["row"] for way in hybrid.WAYS] == [40 + 8 * 8, 8 * 48]
+    assert max(found["gradient_gap"], fresh["gradient_gap"]) < 1e-6
+
+
 def test_readme_shows_the_recorded_seeds_of_the_quickstart() -> None:
     found, readme = recorded("quickstart_seeds.json")[0], (ROOT / "README.md").read_text()
     assert len(found["runs"]) == 3 and min(each["end"] for each in found["runs"]) >= 0.95

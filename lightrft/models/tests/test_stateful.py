@@ -1,6 +1,5 @@
 """Layers with state begin anew with every sequence of a pack, or with the state of the prompt that it shares."""
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +11,12 @@ from lightrft.models.state_rows import LayerState, StateRows
 from lightrft.models.stateful import LAYERS, stateful
 from lightrft.strategy.deepspeed.deepspeed_strategy import refuse_calls_by_rank
 from lightrft.tests.support import naive_model, tiny
+from lightrft.tests.support.recurrence import in_double
 from lightrft.tests.support.shared_prompts import experience
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
 Grads = dict[str, Tensor]
-
-
-class Double:
-    """The module ``torch`` whose float32 is float64: transformers' recurrences compute in float32 whatever they get,
-    and a recurrence that begins elsewhere rounds at other tokens."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name == "float32" else getattr(torch, name)
 
 
 @pytest.fixture(scope="module", params=tiny.HYBRIDS)
@@ -35,11 +27,8 @@ def models(request):
         model.set_attn_implementation(attention)
         if "num_experts" in vars(model.config):
             model.set_experts_implementation("eager")  # the others have no float64
-    modules = {sys.modules[type(layer).__module__] for layer in stateful(hf)}
-    assert modules and stateful(twin)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(module, "torch", Double())
+    assert stateful(twin)
+    with in_double(hf):
         yield ActorLanguage(hf), twin
 
 
