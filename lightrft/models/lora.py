@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightrft.models.actor_modality import ActorModality
+from lightrft.models.stateful import unadapted
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,15 +51,16 @@ class Targets(NamedTuple):
 
 def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality) -> Targets:
     """Find the targets that ``words`` name in ``hf``: the linear layers of a part of the model
-    (:meth:`ActorModality.parts`; "all-linear": of the decoder), the matrices of a part without any, or the modules
-    whose names end with a word.
+    (:meth:`ActorModality.parts`; "all-linear": of the decoder) that can have an adapter, the matrices of a part without
+    any, or the modules whose names end with a word.
 
     Raises:
         UserError: a word matches nothing, or a module that cannot have an adapter.
     """
     head, names = hf.get_output_embeddings(), [name for name, _ in hf.named_modules()]
     linear = [name for name in names if isinstance(hf.get_submodule(name), (nn.Linear, Conv1D))]
-    own = [name for name in linear if hf.get_submodule(name) is not head]
+    refused = unadapted(hf) | _taken_for_experts(hf, linear)
+    own = [name for name in linear if hf.get_submodule(name) is not head and name not in refused]
     parts = modality.parts(hf, own)
     weights = dict(hf.named_parameters())
     matrices = modality.parts(hf, [name for name, weight in weights.items() if weight.ndim == 2])
@@ -71,12 +73,34 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
             raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
                             f"{', '.join(parts)}; or the end of module names, e.g. {own[-1].rpartition('.')[2]}")
         for name in named:
-            if not isinstance(module := hf.get_submodule(name), _ADAPTED):
+            if not isinstance(module := hf.get_submodule(name), _ADAPTED) or name in refused:
+                reason = f" ({refused[name]})" if name in refused else ""
                 raise UserError(f"--target_modules {word} matches {name}, a {type(module).__name__}, which cannot have "
-                                f"an adapter; name linear layers, e.g. {own[-1].rpartition('.')[2]}, or all-linear")
+                                f"an adapter{reason}; name linear layers, e.g. {own[-1].rpartition('.')[2]}, or "
+                                "all-linear")
         found.modules.extend(named)
         found.matrices.extend(bare)
     return found
+
+
+def _taken_for_experts(hf: PreTrainedModel, linear: list[str]) -> dict[str, str]:
+    """Find the ``linear`` layers that peft takes for experts of transformers 4: of a shared expert, or of an MLP beside
+    mixtures. It would put the adapters on the experts, here and where the exported adapter is read. By name, with the
+    reason."""
+    from peft import LoraConfig
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a release that takes all names as they are
+        return {}
+    ends = {name.rpartition(".")[2] for name in linear}
+    for end in sorted(ends):
+        config = LoraConfig(target_modules=[end])
+        try:
+            convert_peft_config_for_transformers(config, hf, None)
+        except ValueError:  # it would have to be adapted together with another one
+            continue
+        ends -= {end} & set(config.target_modules or ())
+    return {name: "peft takes it for experts" for name in linear if name.rpartition(".")[2] in ends}
 
 
 def add_lora(hf: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: list[str],

@@ -36,14 +36,18 @@ class StatefulLayer:
         continues: its code takes up a state exactly, so that sequences can share the forward pass of a prompt.
         outputs: tensors [n, L, ...] that it returns.
         unread: further outputs, which no model reads.
+        unadapted: its linear layer that cannot have an adapter, and why.
     """
     continues: bool = True
     outputs: int = 1
     unread: int = 0
+    unadapted: tuple[str, str] | None = None
 
 
 _DELTA = _STATE_SPACE = _CONVOLUTION = StatefulLayer()
-_SCAN = StatefulLayer(continues=False)  # Mamba 1: its scan begins with zeros
+_FUSED = StatefulLayer(unadapted=("out_proj", "peft refuses it, for kernels that read its weight"))
+_SCAN = StatefulLayer(continues=False,  # Mamba 1: its scan begins with zeros
+                      unadapted=("dt_proj", "its layer reads its weight past adapters"))  # yapf: disable
 LAYERS: dict[str, StatefulLayer] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
@@ -51,9 +55,9 @@ LAYERS: dict[str, StatefulLayer] = {
     "OlmoHybridGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _DELTA,
     "BambaMixer": _STATE_SPACE,
-    "FalconH1Mixer": _STATE_SPACE,
+    "FalconH1Mixer": _FUSED,
     "GraniteMoeHybridMambaLayer": _STATE_SPACE,
-    "NemotronHMamba2Mixer": _STATE_SPACE,
+    "NemotronHMamba2Mixer": _FUSED,
     "Zamba2MambaMixer": _STATE_SPACE,
     "Lfm2ShortConv": _CONVOLUTION,
     "Lfm2MoeShortConv": _CONVOLUTION,
@@ -118,6 +122,12 @@ def stateful(model: nn.Module) -> list[nn.Module]:
 def continues(model: nn.Module) -> bool:
     """True if sequences of ``model`` can share the forward pass of a prompt."""
     return all(LAYERS[type(module).__name__].continues for module in stateful(model))
+
+
+def unadapted(model: nn.Module) -> dict[str, str]:
+    """Linear layers of the layers with state of ``model`` that cannot have an adapter, by name: the reason."""
+    kinds = {name: LAYERS.get(type(module).__name__) for name, module in model.named_modules()}
+    return {f"{name}.{kind.unadapted[0]}": kind.unadapted[1] for name, kind in kinds.items() if kind and kind.unadapted}
 
 
 def mixing_layers(config: PretrainedConfig) -> int:

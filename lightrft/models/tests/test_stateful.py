@@ -5,8 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.actor_language import ActorLanguage
+from lightrft.models.lora import add_lora
 from lightrft.models.packing_check import packing_fault
+from lightrft.models.recomputation import recompute
 from lightrft.models.state_rows import LayerState, StateRows
 from lightrft.models.stateful import LAYERS, stateful
 from lightrft.strategy.deepspeed.deepspeed_strategy import refuse_calls_by_rank
@@ -162,6 +165,52 @@ def test_kernels_of_other_packages_are_not_taken(models):
         module = sys.modules[type(layer).__module__]
         functions = [name for name, one in vars(module).items() if "delta_rule" in name or "conv1d" in name]
         assert functions and not any(hasattr(getattr(module, name), "__wrapped__") for name in functions)
+
+
+@pytest.mark.parametrize("mode", [True, "selective"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_recomputed_gradients_are_equal(family, mode):
+    exp, sums = experience().select([0, 3, 4, 5, 8]), []
+    for setting in (False, mode):
+        hf = tiny.model(family, attn_implementation="packed")
+        recompute(hf, PolicyModelConfig(gradient_checkpointing=setting))
+        model = ActorLanguage(hf).train()
+        (model(exp)[0] * weights(exp)).sum().backward()
+        sums.append(grads(model))
+    assert sums[0].keys() == sums[1].keys()
+    for name, grad in sums[0].items():
+        torch.testing.assert_close(sums[1][name], grad, atol=1e-6 * float(grad.abs().max()), rtol=0, msg=name)
+
+
+ADAPTED = {
+    "qwen3_5": "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj gate_proj",
+    "qwen3_next": "in_proj_qkvz in_proj_ba out_proj shared_expert_gate",
+    "jamba": "in_proj x_proj out_proj",
+    "nemotron_h": "in_proj"
+}  # yapf: disable
+REFUSED = {"jamba": "dt_proj", "qwen3_next": "gate_proj", "nemotron_h": "out_proj"}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_on_all_linear_layers_merge(family):
+    """Each has a gradient, and the merged weights compute what the adapters do; layers that peft or the family would
+    get wrong have none."""
+    exp, base = experience().select([0, 3, 4, 5, 8]), tiny.model(family, attn_implementation="packed")
+    model = ActorLanguage(add_lora(base, 2, 4, 0.0, ["all-linear"]))
+    adapters = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+    ends = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapters}
+    assert ends >= {*ADAPTED[family].split(), "q_proj"} and REFUSED.get(family) not in ends
+    for name, weight in adapters.items():
+        weight.data.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 5)
+    logprobs = model(exp)[0]
+    logprobs.sum().backward()
+    assert all(weight.grad is not None for weight in adapters.values())
+    merged = tiny.model(family, seed=1, attn_implementation="packed")
+    merged.load_state_dict(dict(model.export_params(iter(model.state_dict().items()))))
+    torch.testing.assert_close(ActorLanguage(merged)(exp)[0], logprobs, atol=1e-4, rtol=0)
+    if family in REFUSED:
+        with pytest.raises(UserError, match=f"matches .*{REFUSED[family]}, a Linear, which cannot have an adapter"):
+            add_lora(tiny.model(family), 2, 4, 0.0, [REFUSED[family]])
 
 
 def test_zero_3_refuses_them(models):
