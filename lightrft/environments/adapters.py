@@ -65,10 +65,11 @@ class TurnEnvironment:
 
 
 class MethodTools(ToolEnvironment):
-    """TRL's ``environment_factory``: the public methods of an object are its tools."""
+    """TRL's ``environment_factory``: the public methods of an object are its tools, with ``schemas`` if they are known.
+    """
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(ToolBox([getattr(inner, name) for name in _tool_names(type(inner))]))
+    def __init__(self, inner: Any, schemas: "list[dict[str, Any]] | None" = None) -> None:
+        super().__init__(ToolBox([getattr(inner, name) for name in _tool_names(type(inner))], schemas))
         self.inner = inner
 
     async def reset(self, prompt: Task, seed: int) -> Any:
@@ -158,7 +159,8 @@ def _wrapped(kind: str, adapter: type, writes_marks: bool = False) -> Callable[[
 
 
 def _of_methods(cls: type) -> Adapter:
-    return Adapter(lambda: MethodTools(cls()), Info("environment_factory", tuple(MethodTools(cls()).box.schemas)))
+    schemas = MethodTools(cls()).box.schemas  # read once, and not for every response
+    return Adapter(lambda: MethodTools(cls(), schemas), Info("environment_factory", tuple(schemas)))
 
 
 def _is_native(cls: type) -> bool:

@@ -30,6 +30,7 @@ FAMILIES = {
 _CALLS = ("<tool_call>", "</tool_call>")  # around calls in JSON, in the Hermes form
 _PROBE = "lightrft-answer"
 _ASK: Message = {"role": "user", "content": "1"}
+_ANSWERED: list[Message] = [_ASK, {"role": "assistant", "content": _PROBE}]
 _OBSERVATIONS: tuple[list[Message], ...] = ([{"role": "user", "content": "2"}],
                                             [{"role": "tool", "name": "f", "content": "2"}])  # yapf: disable
 _ERRORS = {
@@ -55,7 +56,6 @@ class ChatFormat:
                                                                                                    Any]] = ()) -> None:
         self.tokenizer, self.schemas = tokenizer, list(schemas)
         self._encoder, self._name = Renderer(DataConfig(), tokenizer), f"{tokenizer.name_or_path!r} ({model_type})"
-        self._tails: dict[str, str] = {}
         if not tokenizer.chat_template:
             raise UserError(f"--environment: the tokenizer {tokenizer.name_or_path!r} has no chat template, which an "
                             "environment that answers with messages needs. Give one with --chat_template")
@@ -82,7 +82,7 @@ class ChatFormat:
                             f"no tokens {' and '.join(_CALLS)}, and its family is none of {', '.join(FAMILIES)}. Use a "
                             "model that was trained to call tools, or an environment that reads text")
         if self.family is None:
-            self._tail("user")
+            _, _ = self._answered  # it refuses a template that is not prefix-stable
         elif not self.family.is_prefix_stable:
             get_logger().info("environment: thoughts and earlier turns stay in the context as they were drawn; the "
                               f"chat template of {self._name} may leave them out when a server renders it anew")
@@ -126,29 +126,26 @@ class ChatFormat:
 
     def _by_template(self, drawn: list[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens that the template writes behind an answer: its rest, the messages, the next start."""
-        base = [_ASK, {"role": "assistant", "content": _PROBE}]
-        known, text = self._applied(base, False), self._applied([*base, *messages], True)
-        tail = self._tail("user")
+        known, tail = self._answered
+        text = self._applied([*_ANSWERED, *messages], True)
         end = self.tokenizer.eos_token
         if drawn and drawn[-1] == self.tokenizer.eos_token_id:
             tail = tail.removeprefix(end if isinstance(end, str) else "")
         return self._ids(tail + text[len(known):])
 
-    def _tail(self, role: str) -> str:
-        """Return what the template writes behind an answer.
+    @cached_property
+    def _answered(self) -> tuple[str, str]:
+        """A chat with an answer as the template writes it, and what it writes behind the answer.
 
         Raises:
             UserError: it renders an answer in another way when a message follows.
         """
-        if role not in self._tails:
-            base = [_ASK, {"role": "assistant", "content": _PROBE}]
-            known, text = self._applied(base, False), self._applied([*base, {"role": role, "content": "2"}], True)
-            if _PROBE not in known or not text.startswith(known):
-                raise UserError(f"--environment: the chat template of {self._name} is not prefix-stable: with a later "
-                                f"message it renders {known[-60:]!r} as {text[:len(known)][-60:]!r}, so later turns "
-                                "would not follow what was drawn. Give another one with --chat_template")
-            self._tails[role] = known.rpartition(_PROBE)[2]
-        return self._tails[role]
+        known, text = self._applied(_ANSWERED, False), self._applied([*_ANSWERED, _OBSERVATIONS[0][0]], True)
+        if _PROBE not in known or not text.startswith(known):
+            raise UserError(f"--environment: the chat template of {self._name} is not prefix-stable: with a later "
+                            f"message it renders {known[-60:]!r} as {text[:len(known)][-60:]!r}, so later turns "
+                            "would not follow what was drawn. Give another one with --chat_template")
+        return known, known.rpartition(_PROBE)[2]
 
     def _applied(self, messages: Sequence[Message], opens: bool) -> str:
         return self._encoder.chat_text([list(messages)], generation_prompt=opens)[0]

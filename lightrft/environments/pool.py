@@ -3,19 +3,17 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightrft.environments.base import EnvironmentSpec, Failure, Info, Step, Task, Turn
+from lightrft.rewards.workers.pool import start_process
 from lightrft.utils.errors import UserError
 
 Answer = Step | Failure
@@ -41,13 +39,7 @@ class Worker:
         self.limit_s, self.calls = limit_s, dict[int, Call]()
         self.sessions, self.retired, self.ready_at = set[int](), False, 0.0
         self._lock, self._outbox = threading.Lock(), queue.SimpleQueue[bytes | None]()
-        self._pipe, child_end = Pipe()
-        code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.environments.worker import main; "
-                f"main({child_end.fileno()}, {os.getpid()})")
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
-        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()],
-                                        stdin=subprocess.DEVNULL, start_new_session=True, env=env)
-        child_end.close()
+        self.process, self._pipe = start_process("lightrft.environments.worker")
         self.send(("load", spec, limit_s))
         for target in (self._write, self._read):
             threading.Thread(target=target, daemon=True).start()
@@ -146,7 +138,7 @@ class EnvironmentPool:
         self._workers: list[Worker] = []
         self._homes: dict[int, Worker] = {}
         self._numbers, self._closed = count(), threading.Event()
-        self.info = self._first().loaded.result()
+        self.info = self._first()
         threading.Thread(target=self._look, daemon=True).start()
 
     @property
@@ -186,17 +178,17 @@ class EnvironmentPool:
         worker.call(number, Call(future, session), (kind, number, session, *arguments))
         return future
 
-    def _first(self) -> Worker:
+    def _first(self) -> Info:
+        """Start the first worker, and return what it tells about the environment."""
         self._workers.append(Worker(self.spec, self.limit_s))
         try:
-            self._workers[0].loaded.result(LOAD_LIMIT_S)
+            return self._workers[0].loaded.result(LOAD_LIMIT_S)
         except TimeoutError:
             self.shutdown()
             raise UserError(f"--environment {self.spec.title} was not loaded within {LOAD_LIMIT_S:.0f} s") from None
         except UserError:
             self.shutdown()
             raise
-        return self._workers[0]
 
     def _freest(self) -> Worker:
         """Return the worker with the fewest sessions; a new one while there are fewer than ``count``."""

@@ -25,10 +25,10 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 class ToolBox:
-    """Functions by name, with their schemas."""
+    """Functions by name, with their schemas; these are read from the functions unless they are given."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self.schemas = [schema_of(tool) for tool in tools]
+    def __init__(self, tools: Sequence[Tool], schemas: "list[dict[str, Any]] | None" = None) -> None:
+        self.schemas = [schema_of(tool) for tool in tools] if schemas is None else schemas
         self.tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools)}
         if len(self.tools) < len(tools):
             raise UserError(f"two tools have the same name: {', '.join(s['function']['name'] for s in self.schemas)}")

@@ -156,8 +156,8 @@ class Server:
         answer: dict[str, Any] = {}
         with CaptureException() as captured:
             answer = await asyncio.wait_for(getattr(session, kind)(*rest), self.limit_s)
-            if len(json.dumps(answer)) > MAX_BYTES:
-                raise ValueError(f"the answer has {len(json.dumps(answer))} bytes, and at most {MAX_BYTES} are taken")
+            if (size := len(json.dumps(answer))) > MAX_BYTES:
+                raise ValueError(f"the answer has {size} bytes, and at most {MAX_BYTES} are taken")
         if isinstance(captured.cause, asyncio.TimeoutError):
             answer = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
         elif captured.cause is not None:

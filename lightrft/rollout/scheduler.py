@@ -291,7 +291,7 @@ class Scheduler:
                 self.waiting |= zip(own, turns, strict=True)
         if not self.waiting:
             return {}
-        own_turns = {key: _result(turn) for key, turn in self.waiting.items()
+        own_turns = {key: result_of(turn) for key, turn in self.waiting.items()
                      if self.flights[key].own and _is_there(turn)}  # yapf: disable
         ready = share_turns(own_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
@@ -372,5 +372,6 @@ def _is_there(turn: Turn | PendingTurn) -> bool:
     return not isinstance(turn, PendingTurn) or turn.done()
 
 
-def _result(turn: Turn | PendingTurn) -> Turn:
+def result_of(turn: Turn | PendingTurn) -> Turn:
+    """Return a turn that is there; of a pending one, its result."""
     return turn.result() if isinstance(turn, PendingTurn) else turn

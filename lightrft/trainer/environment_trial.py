@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightrft.environments.play import Player
+from lightrft.rollout.scheduler import result_of
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
 
@@ -24,15 +25,11 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Iter
         yield from _opened(episode)
         while episode.finish_reason == "abort" and episode.response_len + len(drawn) <= max_new_tokens:
             episode.add(Segment(drawn, [0.0] * len(drawn), True, 0), "stop")
-            following = _result(ask([episode])[0])
+            following = result_of(ask([episode])[0])
             yield _line(episode, text)
             if not following or len(following) >= max_new_tokens - episode.response_len:
                 return
             episode.give(following)
-
-
-def _result(turn: Any) -> list[int] | None:
-    return turn if turn is None or isinstance(turn, list) else turn.result()
 
 
 def _opened(episode: Episode) -> Iterator[str]:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -58,18 +59,25 @@ class Task:
         return [list(unit) for _, unit in groupby(self.rows, lambda row: row[0].group)] or [[]]
 
 
+def start_process(module: str) -> "tuple[subprocess.Popen[bytes], Connection]":
+    """Start a fresh interpreter, in a session of its own, that runs ``main(fd, parent)`` of ``module``: with its end of
+    a pipe, and the id of this process. Return it, and the other end."""
+    pipe, child_end = Pipe()
+    code = (f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; "
+            f"main({child_end.fileno()}, {os.getpid()})")
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL,
+                               start_new_session=True, env=env)
+    child_end.close()
+    return process, pipe
+
+
 class Worker:
     """One worker process and its pipe."""
 
     def __init__(self) -> None:
         self.has_answered = False
-        self.pipe, child_end = Pipe()
-        code = (f"import sys; sys.path[:] = {sys.path!r}; from lightrft.rewards.workers.worker import main; "
-                f"main({child_end.fileno()}, {os.getpid()})")
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
-        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()],
-                                        stdin=subprocess.DEVNULL, start_new_session=True, env=env)
-        child_end.close()
+        self.process, self.pipe = start_process("lightrft.rewards.workers.worker")
 
     def signal_kill(self) -> None:
         """Kill the process and its children at once; callable from any thread."""

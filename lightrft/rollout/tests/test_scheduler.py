@@ -112,15 +112,22 @@ def test_turns_of_a_run_that_ends_are_waited_for():
     assert not Scheduler.of(shared).flights and not Scheduler.of(shared).waiting
 
 
-def test_an_error_of_one_caller_leaves_the_others_alone():
-    shared, samples, other = engine(), episodes(), episodes("judge")
+def interrupted(shared):
+    """Episodes of a caller whose listener has raised an error."""
+    other = episodes("judge")
 
     def broken(finished):
         raise KeyError("reward")
 
+    with pytest.raises(KeyError, match="reward"):
+        generate(shared, other, PARAMS, heard=broken)
+    return other
+
+
+def test_an_error_of_one_caller_leaves_the_others_alone():
+    shared, samples = engine(), episodes()
     with Scheduler.of(shared).submit(samples, PARAMS) as run:
-        with pytest.raises(KeyError, match="reward"):
-            generate(shared, other, PARAMS, heard=broken)
+        other = interrupted(shared)
         while run.wanted:
             run.step()
     same(samples, alone())
@@ -129,14 +136,9 @@ def test_an_error_of_one_caller_leaves_the_others_alone():
 
 def test_an_aborted_episode_may_be_submitted_again_at_once():
     """What it had drawn before an error is not taken for a part of the new one; two at once are refused."""
-    shared, samples, other = engine(), episodes(), episodes("judge")
-
-    def broken(finished):
-        raise KeyError("reward")
-
+    shared, samples = engine(), episodes()
     with Scheduler.of(shared).submit(samples, PARAMS) as run:
-        with pytest.raises(KeyError, match="reward"):
-            generate(shared, other, PARAMS, heard=broken)
+        interrupted(shared)
         with pytest.raises(ValueError, match=r"one key, Key\(role='sample', group=\d, index=\d\)"):
             Scheduler.of(shared).submit([each for each in episodes() if each.key in run.scheduler.flights], PARAMS)
         generate(shared, again := episodes("judge"), PARAMS)
