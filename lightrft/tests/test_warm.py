@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.tests.support import growth
 from lightrft.tests.support.warm import server_environ, warm_environ, warm_python
 
 PROGRAM = """import atexit, os, sys
@@ -35,7 +36,14 @@ def test_a_fresh_python_starts_where_imports_would_differ(tmp_path: Path) -> Non
     (tmp_path / "program.py").write_text(PROGRAM)
     for environ in ({"OMP_NUM_THREADS": "3"}, {"HF_HUB_OFFLINE": "0"}):
         assert "typed False" in run(tmp_path, "program.py", "0", **environ).stdout
+    assert growth.counted_in(Path(os.environ[growth.VARIABLE]))["cold starts"] >= 2
     assert run(tmp_path, "-c", "import sys; print('torch' in sys.modules)").stdout == "False\n"
+
+
+def test_variables_of_engines_that_are_not_imported_yet_are_taken(tmp_path: Path) -> None:
+    """vLLM leaves some in a process in which it has run, and later tests of that process start programs."""
+    (tmp_path / "program.py").write_text("import os, sys\nprint('torch' in sys.modules, os.environ['VLLM_A'])\n")
+    assert run(tmp_path, "program.py", VLLM_A="b", SGLANG_A="c").stdout == "True b\n"
 
 
 def test_code_on_the_command_line_keeps_the_files_it_is_given() -> None:

@@ -1,4 +1,5 @@
-"""Counts what makes the suite long, in all of its processes: processes and engines that start, and optimizer steps.
+"""Counts what makes the suite long, in all of its processes: processes and engines that start, optimizer steps, and
+commands ``python`` that import everything anew because :mod:`warm` could not fork them.
 
 An event is one byte at the end of a file of its kind, so no process waits for another. What a fresh Python does is not
 counted, only its start. ``growth.json`` has the figures of the whole suite: to grow beyond them is a decision. A part
@@ -21,7 +22,7 @@ import pytest
 VARIABLE = "LIGHTRFT_SUITE_COUNTS"  # the folder of the files, which the first pytest makes
 COMMITTED = Path(__file__).with_name("growth.json")
 SLACK = 0.05  # runs that are killed at a random moment take different numbers of steps
-KINDS = ("processes", "engines", "steps")
+KINDS = ("processes", "engines", "steps", "cold starts")
 FOLDER, SAYS = pytest.StashKey[Path](), pytest.StashKey[list[str]]()
 ENGINES = ("lightrft.rollout.vllm.engine", "lightrft.rollout.sglang.engine")
 
@@ -44,7 +45,7 @@ def _count(kind: str, owner: Any, name: str, counts: Callable[..., bool] = lambd
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if counts(*args, **kwargs):
-            add(Path(folder), kind)
+            add(Path(os.environ.get(VARIABLE, folder)), kind)
         return function(*args, **kwargs)
 
     counted.counted = True  # type: ignore[attr-defined]

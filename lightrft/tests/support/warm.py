@@ -24,11 +24,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from lightrft.tests.support import growth
 from lightrft.tests.support.launch import _CONTEXT, ROOT
 from lightrft.utils.hub import read_cache_only
 
-_AT_IMPORT = re.compile(r"CUDA|HF_|LD_|MKL|OMP_|TRANSFORMERS|VLLM|SGLANG|PYTHON(?!PATH|_EXEC|$)|"
+_AT_IMPORT = re.compile(r"CUDA|HF_|LD_|MKL|OMP_|TRANSFORMERS|PYTHON(?!PATH|_EXEC|$)|"
                         r"TORCH(?!ELASTIC|_ELASTIC|INDUCTOR|_NCCL)")  # torch itself sets the one of its inductor
+_OF_PACKAGES = {"VLLM": "vllm", "SGLANG": "sglang"}  # read by an import which a program makes itself, or the server has
 _SWITCHED = ("HF_HUB_OFFLINE", "PYTHONUNBUFFERED")  # those that _take can set to 1 after the imports
 _CLIENT = Path(__file__).with_name("warm_client.py")
 
@@ -123,6 +125,7 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else default)
     if not _can_run(program, environ):
+        growth.add(Path(os.environ.get(growth.VARIABLE, os.devnull)), "cold starts")
         os.execve(sys.executable, [sys.executable, *words], environ)
     _take(environ, words[:start])
     os._exit(_code_of(program))
@@ -141,7 +144,13 @@ def _can_run(program: list[str], environ: dict[str, str]) -> bool:
     differ = {name for name in {*os.environ, *environ} if os.environ.get(name, "") != environ.get(name, "")}
     differ -= {name for name in _SWITCHED if environ.get(name) == "1"}
     known = program[0] == "-m" and len(program) > 1 or program[0].endswith(".py") if program else False
-    return known and not any(map(_AT_IMPORT.match, differ))
+    return known and not any(map(_was_read, differ))
+
+
+def _was_read(name: str) -> bool:
+    """Return True for an environment variable that the imports of this process have read."""
+    packages = [package for start, package in _OF_PACKAGES.items() if name.startswith(start)]
+    return bool(_AT_IMPORT.match(name)) or any(package in sys.modules for package in packages)
 
 
 def _take(environ: dict[str, str], flags: list[str]) -> None:
