@@ -1,7 +1,5 @@
 """Turns as tokens: what the policy drew is read and never encoded again; what it reads next is encoded behind it."""
 import json
-import re
-import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
+from lightrft.datasets.control_tokens import ControlTokens
 from lightrft.datasets.rendering import Renderer
 from lightrft.environments.base import Message, ToolCall
 from lightrft.utils.errors import CaptureException, first_line, install_command, UserError
@@ -56,6 +55,7 @@ class ChatFormat:
                                                                                                    Any]] = ()) -> None:
         self.tokenizer, self.schemas = tokenizer, list(schemas)
         self._encoder, self._name = Renderer(DataConfig(), tokenizer), f"{tokenizer.name_or_path!r} ({model_type})"
+        self._control = ControlTokens(self._encoder)
         if not tokenizer.chat_template:
             raise UserError(f"--environment: the tokenizer {tokenizer.name_or_path!r} has no chat template, which an "
                             "environment that answers with messages needs. Give one with --chat_template")
@@ -160,32 +160,7 @@ class ChatFormat:
 
     def neutral(self, text: str) -> str:
         """Return a text that has no token of the chat template or of calls: a blank parts the marks of these."""
-        parted = self._parted(text)
-        if self._control & {*self._ids(parted)}:  # the tokenizer normalises before it looks for them
-            parted = self._parted(unicodedata.normalize("NFKC", text))
-        return re.sub(r"\W", " ", parted) if self._control & {*self._ids(parted)} else parted
-
-    def _parted(self, text: str) -> str:
-        while self._marks.search(text):
-            text = self._marks.sub(lambda match: f"{match[0][0]} {match[0][1:]}" if match[0][1:] else " ", text)
-        return text
-
-    @cached_property
-    def _control_tokens(self) -> dict[int, str]:
-        """Tokens that a template or a call is made of: special ones, and added ones that are written as marks."""
-        added = {number: token.content for number, token in self.tokenizer.added_tokens_decoder.items()
-                 if token.special or re.fullmatch(r"[<\[].*[>\]]", token.content)}  # yapf: disable
-        special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens)
-        return added | {number: token for number, token in special if number is not None}
-
-    @cached_property
-    def _control(self) -> set[int]:
-        return {*self._control_tokens} - {self.tokenizer.unk_token_id}
-
-    @cached_property
-    def _marks(self) -> re.Pattern[str]:
-        tokens = {token for token in self._control_tokens.values() if token.strip()}
-        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+        return self._control.neutral(text)
 
 
 def _call(parsed: "ParsedToolCall") -> ToolCall:

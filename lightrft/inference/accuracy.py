@@ -16,6 +16,7 @@ from lightrft.rewards.correctness import Correctness
 from lightrft.rewards.rules import choice_letter, normalise, plain_number
 from lightrft.trainer.evaluator import pass_at_k, wilson_interval, Z
 from lightrft.utils.marked_answers import extract_answer
+from lightrft.utils.play import BETWEEN, Play
 
 SUBSETS = 2000  # most subsets of the answers to a prompt that maj@k looks at
 
@@ -48,8 +49,14 @@ def group_answers(rows: Sequence[Row], rule: Correctness) -> dict[str, Answers]:
         right = rule.is_right(parts)
         if right is not None:
             group.correct.append(right)
-            group.said.append((choice_letter if "choice" in parts else final_answer)(row["output"]))
+            group.said.append((choice_letter if "choice" in parts else final_answer)(drawn_text(row)))
     return found
+
+
+def drawn_text(row: Row) -> str:
+    """Return what the policy drew in a response: its output, without what an environment wrote in it."""
+    play = Play.load(row.get("play"))
+    return row["output"] if play is None else BETWEEN.join(play.answers)
 
 
 def parts_of(row: Row) -> dict[str, float | None]:

@@ -28,10 +28,16 @@ def is_response_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response with all data of its row. ``response`` never contains the prompt; ``media``: keys of those in the
-    messages, in order; ``template_kwargs``: for the chat template of a model that renders the messages;
-    ``model_rewards``: scores of the reward models by name, for a function that reads them; ``play``: what an
-    environment did in the response."""
+    """One response with all data of its row.
+
+    Attributes:
+        response: what the policy drew. It never contains the prompt, nor what an environment wrote between two turns,
+            which are joined by :data:`~lightrft.utils.play.BETWEEN`.
+        media: keys of those in the messages, in order.
+        template_kwargs: for the chat template of a model that renders the messages.
+        model_rewards: scores of the reward models by name, for a function that reads them.
+        play: what an environment did in the response.
+    """
     prompt: str
     response: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -45,14 +51,14 @@ class RewardInput:
     play: Play | None = None
 
     @property
-    def answer(self) -> str:
-        """Text that the policy drew: the response without what an environment wrote in it."""
-        return self.response if self.play is None else self.play.answer
-
-    @property
     def turns(self) -> list[dict[str, Any]]:
         """Messages of the response, with their roles: one of the assistant without an environment."""
         return [{"role": "assistant", "content": self.response}] if self.play is None else self.play.messages
+
+    @property
+    def answers(self) -> list[str]:
+        """Texts of the turns of the policy; one without an environment."""
+        return [self.response] if self.play is None else self.play.answers
 
     @property
     def group(self) -> tuple[str, tuple[str, ...]]:

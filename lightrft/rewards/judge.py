@@ -1,4 +1,5 @@
 """A language model as judge: a chat request per response to an OpenAI-compatible server; its answer has the score."""
+import json
 import os
 import re
 from collections.abc import Callable
@@ -42,19 +43,19 @@ class JudgeForm:
         self.template = TEMPLATE if cfg.judge_template is None else _read(Path(cfg.judge_template).expanduser())
 
     def prompt(self, item: RewardInput, said: Callable[[Any], str] = str) -> str:
-        """Fill the template: ``{prompt}``, ``{response}``, ``{reference}`` and columns of the row by name.
+        """Fill the template: ``{prompt}``, ``{response}``, ``{turns}``, ``{reference}`` and columns of the row by name.
 
-        The prompt is what the messages say, without the marks of the chat template.
+        The prompt is what the messages say, without the marks of the chat template. The turns of the response are JSON,
+        so nothing that a tool writes reads as a turn of the policy.
 
         Args:
             said: returns the text of the content of a message.
         """
         turns = (f"{turn['role']}: {said(turn['content'])}{calls_of(turn)}" for turn in item.messages)
         asked = shown_tools(item.template_kwargs) * bool(item.messages) + "\n\n".join(turns) or item.prompt
-        values = item.columns | {
-            "prompt": asked, "response": item.response, "reference":
-            "" if item.reference is None else item.reference
-        }  # yapf: disable
+        answered = json.dumps([turn | {"content": said(turn["content"])} for turn in item.turns], ensure_ascii=False)
+        values = item.columns | {"prompt": asked, "response": item.response, "turns": answered,
+                                 "reference": "" if item.reference is None else item.reference}  # yapf: disable
         return re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), self.template)
 
     def read(self, text: str) -> Outcome:
@@ -96,7 +97,7 @@ def _read(path: Path) -> str:
         raise UserError(f"--judge_template {path}: cannot be read: {error}") from error
     if _NEEDED not in text:
         raise UserError(f"--judge_template {path}: does not show the response; write {_NEEDED} where it goes, and "
-                        "{prompt}, {reference} or {COLUMN} where you want them")
+                        "{prompt}, {turns}, {reference} or {COLUMN} where you want them")
     return text
 
 

@@ -178,10 +178,13 @@ class NeuralReward(ModelReward[RewardModel]):
         self.mean, self.std = (head.mean, head.std) if cfg.normalize_reward else (0.0, 1.0)
 
     def encode(self, items: list[RewardInput], media: list[Media]) -> list[Encoded]:
-        """Implement :meth:`ModelReward.encode`: with the model's own template, up to the end token of the response."""
+        """Implement :meth:`ModelReward.encode`: with the model's own template, up to the end token of the response; of
+        several turns it reads all messages."""
         reader = self.reader
-        chats = [replace(answered(reader.prompt(item), item.response, reader.renderer, "a response"), media=keys,
-                         template_kwargs=item.template_kwargs) for item, keys in zip(items, media)]  # yapf: disable
+        chats = [
+            replace(answered(reader.prompt(item), reader.response(item), reader.renderer, "a response"), media=keys,
+                    template_kwargs=item.template_kwargs) for item, keys in zip(items, media)
+        ]
         ends = [(ids, mask, len(mask) - mask[::-1].index(True))
                 for ids, mask in encode_all(chats, reader.renderer, reader.store)]  # yapf: disable
         return [(ids[:end], mask[:end]) for ids, mask, end in ends]

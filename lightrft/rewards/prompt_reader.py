@@ -2,6 +2,7 @@
 from concurrent.futures import Future
 
 from lightrft.config.schema import DataConfig
+from lightrft.datasets.control_tokens import ControlTokens
 from lightrft.datasets.media_store import MediaStore, open_store
 from lightrft.datasets.records import Message
 from lightrft.datasets.rendering import Renderer
@@ -25,6 +26,7 @@ class PromptReader:
     def __init__(self, path: str, setup: ScorerSetup, cfg: DataConfig | None = None) -> None:
         self.path, self.source = path, setup.media
         self.renderer = Renderer(cfg or DataConfig(), load_tokenizer(path))
+        self.control = ControlTokens(self.renderer)
         self.store = self._opened(setup)
 
     def _opened(self, setup: ScorerSetup) -> MediaStore | None:
@@ -38,6 +40,17 @@ class PromptReader:
     def prompt(self, item: RewardInput) -> str | list[Message]:
         """Return the prompt as text or messages."""
         return item.messages or item.prompt
+
+    def response(self, item: RewardInput) -> str | list[Message]:
+        """Return the response as text or, of several turns behind messages, as messages. What an environment wrote in
+        them has no control tokens of this model; one that writes text is its user."""
+        if not item.messages or len(item.turns) == 1:
+            return item.response
+        return [turn if turn["role"] == "assistant" else self._heard(turn) for turn in item.turns]
+
+    def _heard(self, turn: Message) -> Message:
+        role = "user" if turn["role"] == "environment" else turn["role"]
+        return turn | {"role": role, "content": self.control.neutral(turn["content"])}
 
     def media(self, item: RewardInput) -> tuple[str, ...]:
         """Return the keys of the media of the prompt, by which the store of the model knows them."""

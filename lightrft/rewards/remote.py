@@ -2,7 +2,8 @@
 
 Reward servers: POST ``{"query", "queries", "prompts", "labels", "references"}`` (lists) -> ``{"rewards": [...]}``,
 optionally with ``scores`` and ``extra_logs``; ``query`` and ``queries`` both hold prompt + response, for servers of
-either dialect. Prompts that are chats are in ``messages`` too, for :mod:`lightrft.rewards.server`.
+either dialect. Prompts that are chats are in ``messages`` too, for :mod:`lightrft.rewards.server`, and responses of
+environments in ``turns``, as messages.
 
 Judges: :mod:`lightrft.rewards.judge`.
 """
@@ -198,6 +199,8 @@ def ask_server(session: requests.Session, url: str, batch: list[RewardInput], li
         [item.label if item.reference is None else item.reference for item in batch], "references":
         [item.reference for item in batch]
     }
+    if any(item.play is not None for item in batch):
+        body["turns"] = [item.turns for item in batch]
     if any(item.messages for item in batch):
         body["messages"] = [_chat(item) for item in batch]
     if any(item.template_kwargs for item in batch):

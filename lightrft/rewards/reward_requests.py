@@ -8,6 +8,7 @@ from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, lone_surrogate
 from lightrft.datasets.template_kwargs import template_kwargs
 from lightrft.rewards.base import RewardInput, Score
+from lightrft.utils.play import Play
 
 Body = dict[str, Any]
 MEDIA = ("images", "videos", "audios")  # fields of other clients
@@ -37,10 +38,12 @@ class Reader:
     starts: tuple[str, ...] = ()
 
     def queries(self, body: Body) -> list[RewardInput]:
-        """Read ``{"query" or "queries": [...], "prompts": [...], "messages": [...]}``; the last two may be missing.
+        """Read ``{"query" or "queries": [...], "prompts": [...], "messages": [...], "turns": [...]}``; all but the
+        first may be missing.
 
         A query is prompt + response. ``messages`` has the prompts as chats (lists of turns, or null), which a model
         renders by its own template, with ``tools`` and ``chat_template_kwargs`` of each; texts are read as they are.
+        ``turns`` has the responses as messages, where an environment took part in them.
         """
         for name in MEDIA:
             if _holds(body.get(name)):
@@ -52,6 +55,11 @@ class Reader:
             prompts = self._texts(body, "prompts", len(queries))
         chats = _column(body, "messages", len(queries)) if body.get("messages") else [None] * len(queries)
         inputs = [self._input(i, *row) for i, row in enumerate(zip(queries, prompts, chats))]
+        if body.get("turns"):
+            inputs = [
+                replace(one, play=_play(turns, i))
+                for i, (one, turns) in enumerate(zip(inputs, _column(body, "turns", len(queries))))
+            ]
         return [replace(one, template_kwargs=kwargs) for one, kwargs in zip(inputs, _kwargs(body, len(inputs)))]
 
     def inputs(self, body: Body) -> list[RewardInput]:
@@ -89,7 +97,7 @@ class Reader:
                 "special tokens), or send no prompts")
         response = without_end(query[len(prompt or ""):], self.ends)
         return RewardInput(prompt or "", response if prompt or chat else self._without_start(response),
-                           _turns(chat, index))
+                           _turns(chat, index, "messages"))
 
 
 def read_json(raw: bytes) -> Body:
@@ -118,15 +126,20 @@ def _holds(value: Any) -> bool:
     return any(map(_holds, value)) if isinstance(value, list) else value not in (None, "")
 
 
-def _turns(chat: Any, index: int) -> list[dict[str, Any]]:
+def _play(chat: Any, index: int) -> Play | None:
+    turns = _turns(chat, index, "turns")
+    return Play(turns) if turns else None
+
+
+def _turns(chat: Any, index: int, name: str) -> list[dict[str, Any]]:
     """Check that a chat is a list of turns with texts."""
     if not isinstance(chat or [], list):
-        raise BadRequest(f"messages[{index}]: expected a list of turns, or null, got {str(chat):.100}")
+        raise BadRequest(f"{name}[{index}]: expected a list of turns, or null, got {str(chat):.100}")
     for turn in chat or []:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or not _is_text(turn.get("content")):
-            raise BadRequest(f"messages[{index}]: expected turns {{\"role\": TEXT, \"content\": TEXT}}, got "
+            raise BadRequest(f"{name}[{index}]: expected turns {{\"role\": TEXT, \"content\": TEXT}}, got "
                              f"{str(turn):.100}; a reward model behind a server reads text only")
-    _check_whole(chat, f"messages[{index}]")
+    _check_whole(chat, f"{name}[{index}]")
     return [{name: turn[name] for name in _OF_TURNS if turn.get(name) is not None} for turn in chat or []]
 
 

@@ -1,6 +1,6 @@
 r"""Built-in reward parts ``exact``, ``choice``, ``format``, ``math``, ``answer`` and ``tags``; the final answer.
 
-All parts judge only what the policy drew, never the prompt or what an environment wrote. Each part has a *fast*
+All parts judge only the response, never the prompt. Each part has a *fast*
 function that runs in the trainer process in microseconds. It returns an ``Outcome``, or None when it cannot decide;
 then (``math`` only) a worker process that can be killed runs math-verify. Plain answers are compared exactly: text and
 rationals, no algebra.
@@ -26,7 +26,7 @@ def exact_score(item: RewardInput) -> Outcome:
     accepted = accepted_answers(item.reference)
     if not accepted:
         return NO_REFERENCE
-    boxes = boxed_answers(item.answer)
+    boxes = boxed_answers(item.response)
     return Outcome(float(bool(boxes) and boxes[-1] in accepted))
 
 
@@ -35,7 +35,7 @@ def choice_score(item: RewardInput) -> Outcome:
     accepted = accepted_answers(item.reference)
     if not accepted:
         return NO_REFERENCE
-    letter = choice_letter(item.answer)
+    letter = choice_letter(item.response)
     return Outcome(float(letter is not None and letter in map(str.upper, accepted)))
 
 
@@ -55,7 +55,7 @@ def format_score(item: RewardInput) -> Outcome:
 
     A chat template that already ends the prompt with ``<think>`` counts as the opening tag.
     """
-    text = ("<think>" if item.prompt.rstrip().endswith("<think>") else "") + item.answer
+    text = ("<think>" if item.prompt.rstrip().endswith("<think>") else "") + item.response
     before, close, after = text.partition("</think>")
     once = text.count("<think>") == 1 and text.count("</think>") == 1 and "<think>" in before
     return Outcome(float(bool(close) and once and len(boxed_answers(after)) == 1))
@@ -66,7 +66,7 @@ def math_score(item: RewardInput) -> Outcome | None:
     references = reference_answers(item.reference)
     if not references:
         return NO_REFERENCE
-    answer = extract_answer(item.answer)
+    answer = extract_answer(item.response)
     if not answer:
         return Outcome(0.0)
     verdicts = [exact_verdict(answer, reference) for reference in references]
@@ -80,7 +80,7 @@ def verify_math(item: RewardInput) -> Outcome:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     how = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    answer = parse(rf"\boxed{{{extract_answer(item.answer)}}}", how, parsing_timeout=None)
+    answer = parse(rf"\boxed{{{extract_answer(item.response)}}}", how, parsing_timeout=None)
     for reference in reference_answers(item.reference):
         gold = parse(rf"\boxed{{{reference}}}", how, parsing_timeout=None)
         if verify(gold, answer, float_rounding=6, timeout_seconds=None):
@@ -94,7 +94,7 @@ def answer_score(item: RewardInput) -> Outcome:
     accepted = accepted_answers(item.reference)
     if not accepted:
         return NO_REFERENCE
-    answers = _IN_TAGS.findall(item.answer)
+    answers = _IN_TAGS.findall(item.response)
     return Outcome(float(bool(answers) and _loose(answers[-1]) in map(_loose, accepted)))
 
 
@@ -106,7 +106,7 @@ def tags_score(item: RewardInput) -> Outcome:
     """Score 1 if the response is one ``<answer>..</answer>``, after one ``<think>..</think>`` where ``extra_info`` of
     the row has ``think``, else 0."""
     form = _REASONED if (item.columns.get("extra_info") or {}).get("think") else _ONLY_ANSWER
-    return Outcome(float(bool(form.fullmatch(item.answer))))
+    return Outcome(float(bool(form.fullmatch(item.response))))
 
 
 def environment_score(item: RewardInput) -> Outcome:

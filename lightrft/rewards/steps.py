@@ -2,6 +2,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 
 from lightrft.config.options import line_breaks
@@ -18,6 +19,7 @@ from lightrft.rewards.neural import Media, ModelReward
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.types import Experience
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import BETWEEN
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "min": min,
@@ -32,7 +34,8 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 class StepReward(ModelReward[ProcessRewardModel]):
     """Process reward model of ``lightrft prm``; the reward is computed from the probabilities that the steps are good.
 
-    A response without a step has the reward 0, the least that there is.
+    A response without a step has the reward 0, the least that there is. Of several turns it reads those of the policy;
+    each ends a step.
 
     Raises:
         UserError: the model has no tokenizer or no reward tokens.
@@ -56,7 +59,7 @@ class StepReward(ModelReward[ProcessRewardModel]):
         prompts = reader.renderer.encode([reader.prompt(item) for item in items],
                                          [item.template_kwargs for item in items])
         heads = [(text, reader.ids(text, ids, keys)) for (text, ids), keys in zip(prompts, media)]
-        steps = [split_steps(item.response, self.form, self.separator) for item in items]
+        steps = [split_steps(self.separator.join(item.answers), self.form, self.separator) for item in items]
         return encode_steps(heads, steps, self.form, reader.renderer)
 
     def judge(self, model: ProcessRewardModel, exp: Experience) -> list[Outcome]:
@@ -74,5 +77,7 @@ class StepReward(ModelReward[ProcessRewardModel]):
         """Override :meth:`ModelReward.placed`: each step ends with its last visible character."""
         if not outcome.steps:
             return outcome
-        ends = step_ends(item.response, self.form, self.separator)
+        starts = accumulate((len(text) + len(BETWEEN) for text in item.answers), initial=0)
+        ends = [start + end for start, text in zip(starts, item.answers)
+                for end in step_ends(text, self.form, self.separator)]  # yapf: disable
         return replace(outcome, steps=tuple((end, reward) for end, (_, reward) in zip(ends, outcome.steps)))

@@ -26,7 +26,7 @@ class Environment(Protocol):
 
     Its answers become tokens of the response that the policy did not sample: they are not in the loss, have no
     log-prob, and count in lengths (metrics, limits and the overlong penalty). They begin with no blank that they do not
-    have themselves. Rewards see the whole response. Evaluation uses the same environment.
+    have themselves. Rewards read what the policy drew, and have the turns apart. Evaluation uses the same environment.
     """
 
     def turn(self, prompt: Prompt, response: str) -> "str | Reply | None":

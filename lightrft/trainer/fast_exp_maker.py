@@ -302,11 +302,10 @@ class FastExperienceMaker:
                     baseline()
                 for sample, score in zip(samples, self.reward_listener.scores(), strict=True):
                     sample.score = score
+                    sample.steps = on_tokens(sample, score.steps, self.tokenizer)
                     if self.turn_rewards and sample.play is not None and score.total is not None:
                         weight = score.weights.get("environment", 0.0)
-                        sample.steps = [(at, weight * reward) for at, reward in sample.play.rewards]
-                    if score.steps:
-                        sample.steps = on_tokens(sample, score.steps, self.tokenizer)
+                        sample.steps += [(at, weight * reward) for at, reward in sample.play.rewards]
 
         return wait
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config, DataConfig, RolloutConfig
-from lightrft.datasets.records import prefill_of
+from lightrft.datasets.records import Message, prefill_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.rewards.base import RewardInput
@@ -14,7 +14,7 @@ from lightrft.rollout.scheduler import generate, Round
 from lightrft.trainer.environment import AnyEnvironment, turns_of
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
-from lightrft.utils.play import Play
+from lightrft.utils.play import BETWEEN, Play
 from lightrft.utils.progress import phase
 
 
@@ -48,18 +48,23 @@ def sampling_params(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 def reward_input(prompt: Prompt, response: str, play: Play | None = None) -> RewardInput:
     """Build the input of a reward. ``response`` does not contain the prompt; a prefill at the end of that is the start
-    of the answer, so rewards read it there, as in TRL. ``play``: what an environment did in the response."""
-    begun = prefill_of(prompt.messages)
-    messages = prompt.messages if begun is None else prompt.messages[:-1]
-    return RewardInput(prompt=prompt.text.removesuffix(begun
-                                                       or ""), response=(begun or "") + response, messages=messages,
-                       data_source=prompt.data_source, label=prompt.label, reference=prompt.reference,
-                       columns=prompt.columns, media=prompt.media, template_kwargs=prompt.template_kwargs, play=play)
+    of the answer, so rewards read it there, as in TRL. ``play``: what an environment did in the response, of which
+    rewards read the turns of the policy alone."""
+    begun = prefill_of(prompt.messages) or ""
+    messages = prompt.messages[:-1] if begun else prompt.messages
+    if play is not None:
+        play = play.begun_with(begun)
+        response = BETWEEN.join(play.answers)
+    else:
+        response = begun + response
+    return RewardInput(prompt.text.removesuffix(begun), response, messages, prompt.data_source, prompt.label,
+                       prompt.reference, prompt.columns, prompt.media, prompt.template_kwargs, play=play)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
            stop: tuple[int, ...] = ()) -> list[Episode]:  # yapf: disable
-    """Set the text of finished responses. Special tokens and ``stop`` tokens stay; only the end token goes."""
+    """Set the text of finished responses, and of several turns without a record the turns. Special tokens and ``stop``
+    tokens stay; only the end token goes."""
     finished, kept = list(episodes), set(stop) - {tokenizer.eos_token_id}
     bodies = []
     for episode in finished:
@@ -68,7 +73,19 @@ def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
         bodies.append((episode.prompt.token_ids, ids[:-1] if ends else ids))
     for episode, text in zip(finished, decode_behind(tokenizer, bodies)):
         episode.text = text
+        if episode.play is None and episode.drawn_len < episode.response_len:
+            episode.play = Play(_turns(tokenizer, episode, kept))
     return finished
+
+
+def _turns(tokenizer: PreTrainedTokenizerBase, episode: Episode, kept: set[int]) -> list[Message]:
+    """Return the turns of a response, each without its end token, and what an environment wrote between them."""
+    pairs, roles, ids = [], [], episode.token_ids
+    for drawn, start, stop in episode.runs:
+        ends = drawn and ids[stop - 1] not in kept and (stop < len(ids) or episode.finish_reason == "stop")
+        pairs.append((ids[:start], ids[start:stop - ends]))
+        roles.append("assistant" if drawn else "environment")
+    return [{"role": role, "content": text} for role, text in zip(roles, decode_behind(tokenizer, pairs))]
 
 
 def respond(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, environment: AnyEnvironment | None,

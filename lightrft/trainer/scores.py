@@ -1,4 +1,6 @@
 """Scores of episodes: the fields of a batch that they fill, the rewards of steps, and the rows of the log."""
+from bisect import bisect_left
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from lightrft.ops.segment import HERE, Ranks
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Batch, Episode
 from lightrft.types.fields import numbers_of
+from lightrft.utils.play import BETWEEN
 from lightrft.utils.score import Score
 
 Steps = list[tuple[int, float]]  # where each step ends, and its reward
@@ -107,25 +110,27 @@ def _greedy_metrics(group_ids: Tensor, greedy: Tensor) -> dict[str, float]:
 
 
 def on_tokens(sample: Episode, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
-    """Move step ends from characters of the answer, a prefill and ``sample.text``, to the tokens of the sequence that
-    write the last one.
-
-    A step that ends in what an environment appended gets its reward at the last token drawn before it (or the first
-    one drawn), because no other token is an action.
-    """
-    start, moved = len(sample.prompt.token_ids), Steps()
-    drawn = [i for i, is_drawn in enumerate(sample.loss_mask) if is_drawn]
-    low, begun = 0, len(prefill_of(sample.prompt.messages) or "")
-    for end, reward in steps if drawn else ():
-        low = _tokens_of(sample.token_ids, start, end - begun, low, tokenizer)
-        at = start + low - 1
-        moved.append((max((i for i in drawn if i <= at), default=drawn[0]), reward))
+    """Move step ends from characters of the answer, a prefill and the turns of the policy, to the tokens of the
+    sequence that write the last one."""
+    moved, ids = Steps(), sample.token_ids
+    turns = [(start, stop) for drawn, start, stop in sample.runs if drawn]
+    begins = _begins(sample)
+    for end, reward in steps if turns else ():
+        number = max(bisect_left(begins, end) - 1, 0)
+        start, stop = turns[number]
+        moved.append((start - 1 + _tokens_of(ids[:stop], start, end - begins[number], tokenizer), reward))
     return moved
 
 
-def _tokens_of(ids: list[int], start: int, end: int, low: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the fewest tokens from ``start`` on, more than ``low`` - 1, whose text has at least ``end`` characters."""
-    prompt, low, high = ids[:start], max(low, 1), len(ids) - start
+def _begins(sample: Episode) -> list[int]:
+    """Return where the turns of the policy begin in its answer, in characters; the first behind the prefill."""
+    begun, texts = len(prefill_of(sample.prompt.messages) or ""), [] if sample.play is None else sample.play.answers
+    return [*accumulate((len(text) + len(BETWEEN) for text in texts[:-1]), initial=begun)]
+
+
+def _tokens_of(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the fewest tokens from ``start`` on, at least one, whose text has at least ``end`` characters."""
+    prompt, low, high = ids[:start], 1, len(ids) - start
     while low < high:
         middle = (low + high) // 2
         text, = decode_behind(tokenizer, [(prompt, ids[start:start + middle])])

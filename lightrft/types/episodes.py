@@ -162,6 +162,17 @@ class Episode:
         return self.prompt_len + self.response_len
 
     @property
+    def runs(self) -> list[tuple[bool, int, int]]:
+        """Runs of tokens of the response from one source: whether the policy drew them, and their start and stop in the
+        sequence."""
+        runs, start = list[tuple[bool, int, int]](), self.prompt_len
+        for drawn, segments in groupby(self.segments, key=attrgetter("drawn")):
+            stop = start + sum(len(each.token_ids) for each in segments)
+            runs.append((drawn, start, stop))
+            start = stop
+        return runs
+
+    @property
     def response_ids(self) -> list[int]:
         """Tokens after the prompt."""
         return [*chain.from_iterable(each.token_ids for each in self.segments)]

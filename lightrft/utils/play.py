@@ -1,7 +1,9 @@
 """Record of what an environment did in one response. Nothing here imports torch: worker processes import this module.
 """
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+BETWEEN = "\n"  # turns of the policy, where they are read as one text
 
 
 @dataclass
@@ -37,9 +39,14 @@ class Play:
         return None if state is None else cls(**state | {"rewards": [(at, reward) for at, reward in state["rewards"]]})
 
     @property
-    def answer(self) -> str:
-        """Text that the policy drew: its turns, without what the environment wrote."""
-        return "\n".join(message["content"] for message in self.messages if message["role"] == "assistant")
+    def answers(self) -> list[str]:
+        """Texts that the policy drew: its turns, without what the environment wrote."""
+        return [message["content"] for message in self.messages if message["role"] == "assistant"]
+
+    def begun_with(self, text: str) -> "Play":
+        """Return the record with ``text`` before the first turn: the start of the answer that a prompt ends with."""
+        first, *others = self.messages or [{"role": "assistant", "content": ""}]
+        return replace(self, messages=[first | {"content": text + first["content"]}, *others])
 
     @property
     def reward(self) -> float | None:

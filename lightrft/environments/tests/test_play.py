@@ -107,7 +107,7 @@ def test_a_failed_environment_leaves_its_response_unscored_and_rewards_read_what
             assert score.total == 0.5 * play.reward
         item = reward_input(episode.prompt, episode.text, play)
         seen += item.turns
-        assert "boxed" not in item.answer
+        assert "boxed" not in item.response
     metrics, plays = done.metrics, [episode.play for episode in done.episodes]
     assert {message["role"] for message in seen} == {"assistant", "user"}
     assert metrics["env/exception"] == sum(play.failure != "" for play in plays) == metrics["reward/unscored"] > 0

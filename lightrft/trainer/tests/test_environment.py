@@ -58,7 +58,9 @@ def test_answers_are_in_the_response_and_not_in_the_loss(home, tmp_path):
         assert torch.equal(exp.rollout_logprobs != 0, exp.loss_mask)
         assert (exp.rollout_logprobs - exp.old_logprobs).abs().max() < 1e-5, "not the log-prob of the whole sequence"
         turns.add(len(gaps))
-    assert 2 in turns and sorted(seen) == sorted(episode.text for episode in done.episodes)
+    end = made.tokenizer.eos_token
+    drawn = ["\n".join(text.removesuffix(end) for text in episode.text.split(ANSWER)) for episode in done.episodes]
+    assert 2 in turns and sorted(seen) == sorted(drawn), "rewards read what the policy drew"
     assert {prompt for prompt, _ in made.maker.environment.asked} == set(runs.PROMPTS[:4])
 
 
@@ -107,7 +109,7 @@ def test_an_answer_that_is_no_text_is_an_error_that_names_the_prompt(home, tmp_p
 
 
 def test_evaluation_plays_the_environment(home, tmp_path):
-    made = trainer(home, tmp_path, lambda item: Outcome(float(item.response.count(ANSWER))),
+    made = trainer(home, tmp_path, lambda item: Outcome(len(item.turns) - 1.0),
                    eval_data=[str(home / "test.jsonl")], eval_temperature=1.0)  # yapf: disable
     made.sync_weights(0)
     assert made.evaluate()["eval/all/reward@1"] == 0, "without an environment"

@@ -73,9 +73,7 @@ def test_grpo_standardises_all_steps_of_a_group(exp):
 def test_the_token_of_a_step_is_the_one_that_writes_its_end():
     tokenizer = tiny.tokenizer()
     ids = tokenizer.encode("né\nok")  # é is two tokens
-    sample = Episode(Prompt("0", [5, 6], ""), 0, 0, [Segment(ids[:3], []), Segment(ids[3:], [], drawn=False)], "stop")
-    assert on_tokens(sample, [(2, 0.5), (5, 0.25)], tokenizer) == [(4, 0.5), (4, 0.25)], "the rest is not drawn"
-    sample.segments[1:] = [Segment(ids[3:5], [], drawn=False), Segment(ids[5:], [])]
+    sample = Episode(Prompt("0", [5, 6], ""), 0, 0, [Segment(ids, [])], "stop")
     assert on_tokens(sample, [(1, 1.0), (2, 0.5), (5, 0.25)], tokenizer) == [(2, 1.0), (4, 0.5), (7, 0.25)]
     tokenizer = metaspace()
     prompt, ids = tokenizer.encode("Q:"), tokenizer.convert_tokens_to_ids(["\u2581", "a", "b"])

@@ -1,0 +1,45 @@
+"""Control tokens of a chat template, and texts of others in which there are none."""
+import re
+import unicodedata
+from functools import cached_property
+
+from lightrft.datasets.rendering import Renderer
+
+
+class ControlTokens:
+    """Tokens that a chat template or a call of a tool is made of: special ones, and added ones written as marks."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer, self.tokenizer = renderer, renderer.tokenizer
+
+    def neutral(self, text: str) -> str:
+        """Return a text that has no such token: a blank parts their marks."""
+        parted = self._parted(text)
+        if self._holds(parted):  # the tokenizer normalises before it looks for them
+            parted = self._parted(unicodedata.normalize("NFKC", text))
+        return re.sub(r"\W", " ", parted) if self._holds(parted) else parted
+
+    def _holds(self, text: str) -> bool:
+        (ids, ) = self.renderer.encode_inside([text])
+        return not self._ids.isdisjoint(ids)
+
+    def _parted(self, text: str) -> str:
+        while self._marks.search(text):
+            text = self._marks.sub(lambda match: f"{match[0][0]} {match[0][1:]}" if match[0][1:] else " ", text)
+        return text
+
+    @cached_property
+    def _texts(self) -> dict[int, str]:
+        added = {number: token.content for number, token in self.tokenizer.added_tokens_decoder.items()
+                 if token.special or re.fullmatch(r"[<\[].*[>\]]", token.content)}  # yapf: disable
+        special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens)
+        return added | {number: token for number, token in special if number is not None}
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {*self._texts} - {self.tokenizer.unk_token_id}
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        tokens = {token for token in self._texts.values() if token.strip()}
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
