@@ -35,12 +35,12 @@ class SamplingParams:
 class Generated(NamedTuple):
     """Tokens that a response has drawn since its last report, up to its end, a stop token or an abort.
 
-    ``segment``: the tokens (a matched stop token included) and their log-probs, in nats, under the distribution that
-    was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax). ``finish_reason`` is
-    one of :data:`FINISH_REASONS`.
+    ``segments``: the tokens (a matched stop token included) and their log-probs, in nats, under the distribution that
+    was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax); one per version of the
+    weights that drew them. ``finish_reason`` is one of :data:`FINISH_REASONS`.
     """
     key: Key
-    segment: Segment
+    segments: list[Segment]
     finish_reason: str
 
 

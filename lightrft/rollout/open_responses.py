@@ -47,7 +47,7 @@ class OpenResponse:
     Attributes:
         waits: after a stop token, for an answer.
         token_ids: those on the host, drawn and given ones: a row may have drawn more.
-        unreported: what it has drawn since its last report, of that.
+        unreported: what it has drawn since its last report, of that, by the version of the weights.
         slot: row of the cache, where an engine has rows; -1: none.
         order: place in the order of submission.
     """
@@ -57,7 +57,7 @@ class OpenResponse:
     params: SamplingParams
     waits: bool
     token_ids: list[int]
-    unreported: Segment = field(default_factory=lambda: Segment([], []))
+    unreported: list[Segment] = field(default_factory=list)
     slot: int = -1
     order: int = 0
 
@@ -82,10 +82,10 @@ class OpenResponse:
         params = self.params
         return replace(params, temperature=cast(float, params.first_temperature)) if self.begins_hot else params
 
-    def draw(self, drawn: Segment) -> None:
-        """Append drawn tokens, to be reported."""
-        self.token_ids = self.token_ids + drawn.token_ids
-        self.unreported = self.unreported.followed_by(drawn)
+    def draw(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
+        """Append tokens that weights of this version drew, to be reported."""
+        self.token_ids = self.token_ids + token_ids
+        Segment(token_ids, logprobs, True, version).extend(self.unreported)
 
     def append(self, given: Segment, params: SamplingParams | None) -> None:
         """Append an answer; ``params``: of all that is drawn from now on.
@@ -101,8 +101,8 @@ class OpenResponse:
 
     def report(self, reason: str) -> Generated:
         """Return what was drawn since the last report."""
-        segment, self.unreported = self.unreported, Segment([], [])
-        return Generated(self.key, segment, reason)
+        segments, self.unreported = self.unreported, []
+        return Generated(self.key, segments, reason)
 
 
 def opened(episodes: Iterable[Episode], params: SamplingParams, waits: bool) -> list[list[OpenResponse]]:

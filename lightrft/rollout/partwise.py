@@ -134,17 +134,18 @@ class PartwiseEngine(ABC):
         if self.drawer is None:
             tick()  # the drawer of another rank does, which this one waits for
         parts = self._shared(self.drawer.round(begun, bool(self._parked)) if self.drawer else [])
-        for key, segment, reason in parts:
-            if not segment.token_ids:  # or it would begin again for ever
+        for key, segments, reason in parts:
+            if not any(segment.token_ids for segment in segments):  # or it would begin again for ever
                 raise RuntimeError(f"{self.title} has ended response {tuple(key)} without a token ({reason})")
         return self._take(parts)
 
     def _take(self, parts: list[Generated]) -> list[Generated]:
-        """Append parts to their responses; report, and finish or park, those that draw no further token now."""
+        """Append parts, drawn by the current weights, to their responses; report, and finish or park, those that draw no further token now."""
         reports = []
-        for key, segment, reason in parts:
+        for key, segments, reason in parts:
             response = self._drawing.pop(key)
-            response.draw(segment)
+            for segment in segments:
+                response.draw(segment.token_ids, segment.logprobs, self.weight_version)
             if reason != "stop" and response.room:  # a hot first token, or a part that was cancelled
                 self._beginning.append(response)
                 continue

@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -263,8 +263,9 @@ class Scheduler:
             tick()
             if (flight := self.flights.get(part.key)) is not None:
                 _check_part(part, flight)
-                drawn = replace(part.segment, version=self.engine.weight_version)
-                flight.episode.add(drawn, part.finish_reason)
+                for segment in part.segments:
+                    flight.episode.add(segment, part.finish_reason)
+                flight.episode.finish_reason = part.finish_reason
                 asks = part.finish_reason == "stop" or part.finish_reason == "length" and flight.run.hears_cuts
                 if asks and flight.run.next_turn is not None:
                     stopped.append(part.key)
@@ -359,13 +360,18 @@ def _check_part(part: Generated, flight: Flight) -> None:
     """Refuse a part that no engine may return.
 
     Raises:
-        RuntimeError: an unknown reason, more tokens than the response may have, or not one log-prob per token.
+        RuntimeError: an unknown reason, more tokens than the response may have, not one log-prob per token, or a
+            version of the weights that the engine never had.
     """
-    drawn, logprobs, room = len(part.segment.token_ids), len(part.segment.logprobs), flight.room
+    drawn, logprobs = (sum(len(vars(segment)[name]) for segment in part.segments) for name in ("token_ids", "logprobs"))
+    room, newest = flight.room, flight.run.scheduler.engine.weight_version
     if part.finish_reason not in FINISH_REASONS or drawn > room or drawn != logprobs:
         raise RuntimeError(f"the engine returned {drawn} tokens with {logprobs} log-probs and the reason "
                            f"{part.finish_reason!r} for a response that may have {room} further tokens; reasons are "
                            f"{', '.join(FINISH_REASONS)}")
+    if wrong := [segment.version for segment in part.segments if not 0 <= segment.version <= newest]:
+        raise RuntimeError(f"the engine returned tokens of the version {wrong[0]} of the weights, and has had versions "
+                           f"from 0 to {newest}: give OpenResponse.draw the version that drew them")
 
 
 def _is_there(turn: Turn | PendingTurn) -> bool:

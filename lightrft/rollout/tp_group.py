@@ -134,10 +134,11 @@ def parts_of_first(parts: list[Generated], group: dist.ProcessGroup | None) -> l
     if group is None:
         return parts
     numbers: list[float] = []
-    for key, segment, reason in parts:
+    for key, segments, reason in parts:
         role = key.role.encode()
-        numbers += [len(role), *role, key.group, key.index, FINISH_REASONS.index(reason),
-                    len(segment.token_ids), *segment.token_ids, *segment.logprobs]  # yapf: disable
+        numbers += [len(role), *role, key.group, key.index, FINISH_REASONS.index(reason), len(segments)]
+        for segment in segments:
+            numbers += [segment.version, len(segment.token_ids), *segment.token_ids, *segment.logprobs]
     rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
     return [_part(int(length), rest) for length in rest]
 
@@ -145,7 +146,12 @@ def parts_of_first(parts: list[Generated], group: dist.ProcessGroup | None) -> l
 def _part(role_length: int, numbers: Iterator[float]) -> Generated:
     """Read one part, behind the length of its role."""
     role = _text(islice(numbers, role_length))
-    group_id, index, reason, length = (int(number) for number in islice(numbers, 4))
+    group_id, index, reason, count = map(int, islice(numbers, 4))
+    return Generated(Key(role, group_id, index), [_segment(numbers) for _ in range(count)], FINISH_REASONS[reason])
+
+
+def _segment(numbers: Iterator[float]) -> Segment:
+    """Read one drawn segment."""
+    version, length = map(int, islice(numbers, 2))
     token_ids = [int(number) for number in islice(numbers, length)]
-    return Generated(Key(role, group_id, index), Segment(token_ids, list(islice(numbers, length))),
-                     FINISH_REASONS[reason])
+    return Segment(token_ids, list(islice(numbers, length)), True, version)

@@ -27,9 +27,14 @@ class Segment:
         """Make a segment of tokens that the policy did not draw."""
         return cls(token_ids, [0.0] * len(token_ids), False)
 
-    def followed_by(self, more: "Segment") -> "Segment":
-        """Return one segment of these tokens and ``more`` of the same source."""
-        return replace(more, token_ids=self.token_ids + more.token_ids, logprobs=self.logprobs + more.logprobs)
+    def extend(self, segments: list["Segment"]) -> None:
+        """Append these tokens to ``segments``; the last one becomes longer if it is of the same source."""
+        last = segments[-1] if segments else None
+        if last is not None and (last.drawn, last.version) == (self.drawn, self.version):
+            segments[-1] = replace(self, token_ids=last.token_ids + self.token_ids,
+                                   logprobs=last.logprobs + self.logprobs)  # yapf: disable
+        elif self.token_ids:
+            segments.append(self)
 
 
 class Key(NamedTuple):
@@ -110,21 +115,13 @@ class Episode:
 
     def add(self, drawn: Segment, finish_reason: str) -> None:
         """Append tokens that the policy drew."""
-        self._append(drawn)
+        drawn.extend(self.segments)
         self.finish_reason = finish_reason
 
     def give(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not draw, after which the response goes on."""
-        self._append(Segment.given(token_ids))
+        Segment.given(token_ids).extend(self.segments)
         self.finish_reason = "abort"
-
-    def _append(self, new: Segment) -> None:
-        """Append a segment; one of the same source becomes longer."""
-        last = self.segments[-1] if self.segments else None
-        if last is not None and (last.drawn, last.version) == (new.drawn, new.version):
-            self.segments[-1] = last.followed_by(new)
-        elif new.token_ids:
-            self.segments.append(new)
 
     @property
     def open(self) -> bool:

@@ -45,15 +45,17 @@ class Generation:
         params: those of most responses; a step of others as well runs without graphs.
         stop_of: returns the tokens [V] bool that end a response with given parameters.
         queue: all unfinished responses; none has a slot.
+        version: of the weights that draw.
     """
 
     def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, space: Workspace,
-                 params: SamplingParams, stop_of: StopOf, graphs: StepGraphs, queue: ResponseQueue) -> None:
+                 params: SamplingParams, stop_of: StopOf, graphs: StepGraphs, queue: ResponseQueue,
+                 version: int) -> None:  # yapf: disable
         self.model, self.modality, self.decode_pass, self.graphs = model, modality, decode_pass, graphs
         self.space, self.queue, self.params, self.stop_of = space, queue, params, stop_of
         self.cache, self.decode, self.state = space.cache, space.decode, space.state
         self.noise, self.seen, self.tokens, self.logprobs = space.noise, space.seen, space.tokens, space.logprobs
-        self.slots = Slots(space)
+        self.slots = Slots(space, version)
         weights = sum(weight.nbytes for weight in model.parameters())
         self.shapes = Shapes(weights // self.cache.spec.bytes_per_token, self.cache.plan.prompts)
         self.reads = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # prompt slot and length of each row

@@ -197,7 +197,7 @@ class HFEngine:
             stack.enter_context(packed_weights(self.modality.body(self.model)))
             self._session = stack.pop_all()
         self._generation = Generation(self.model, self.modality, decode_pass, space, params, self._stop_mask,
-                                      self._graphs, self._queue)
+                                      self._graphs, self._queue, self.weight_version)
 
     def _pause(self) -> None:
         """Take all slots away, and let the model train; the next step fills the slots again."""

@@ -5,14 +5,13 @@ from torch import Tensor
 
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
-from lightrft.types import Segment
 from lightrft.utils.tensors import upload
 
 ALIVE = 3  # index of a slot's state that says whether it draws
 
 
 class Slots:
-    """Owners of the rows and prompt slots of ``space``.
+    """Owners of the rows and prompt slots of ``space``, while weights of one ``version`` draw.
 
     Attributes:
         owners: response of each slot.
@@ -24,8 +23,8 @@ class Slots:
         moved: rows or prompts have changed since the attention was told.
     """
 
-    def __init__(self, space: Workspace) -> None:
-        self.space, self.cache, plan = space, space.cache, space.cache.plan
+    def __init__(self, space: Workspace, version: int) -> None:
+        self.space, self.cache, self.version, plan = space, space.cache, version, space.cache.plan
         self.owners: list[OpenResponse | None] = [None] * plan.slots
         self.tenants: list[OpenPrompt | None] = [None] * plan.prompts
         self.taken, self.alive = np.zeros(plan.slots, dtype=bool), np.zeros(plan.slots, dtype=bool)
@@ -106,7 +105,7 @@ class Slots:
         columns = (x[index, :int(ends.max())].tolist() for x in (self.space.tokens, self.space.logprobs))
         for response, end, tokens, logprobs in zip(responses, ends.tolist(), *columns):
             begun = len(response.token_ids)
-            response.draw(Segment(tokens[begun:end], logprobs[begun:end]))
+            response.draw(tokens[begun:end], logprobs[begun:end], self.version)
         return responses
 
     # -- order --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class SGLangParts:
         if reason == "abort":  # an abort may come after the end
             reason = "stop" if drawn and drawn[-1] in self.stop_of(p) else "length" if len(drawn) == room else "abort"
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-        return Generated(response.key, Segment(drawn, logprobs), reason)
+        return Generated(response.key, [Segment(drawn, logprobs)], reason)
 
 
 def _name(key: Key) -> str:

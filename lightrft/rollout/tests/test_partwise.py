@@ -19,7 +19,7 @@ class Library:
     def round(self, begun, waiting):
         self.drawing |= {response.key: response for response in begun}
         if self.empty:
-            return [Generated(key, Segment([], []), "abort") for key in self.drawing]
+            return [Generated(key, [Segment([], [])], "abort") for key in self.drawing]
         ended = [(key, one) for key, one in self.drawing.items() if one.seed < 2]
         for key, _ in ended:
             del self.drawing[key]
@@ -29,7 +29,7 @@ class Library:
     def part(response, reason):
         count = {"stop": 1, "length": 1 if response.begins_hot else response.room, "abort": 1}[reason]
         drawn = Segment([STOP if reason == "stop" else response.seed] * count, [-1.0] * count)
-        return Generated(response.key, drawn, reason)
+        return Generated(response.key, [drawn], reason)
 
     def cancel(self, keys=None):
         cancelled = [self.drawing.pop(key) for key in list(self.drawing if keys is None else keys)]
@@ -55,7 +55,8 @@ def submitted(*seeds, params=PARAMS, waits=True):
 
 
 def parts(generated):
-    return [(part.key.index, part.segment.token_ids, part.finish_reason) for part in generated]
+    return [(part.key.index, [token for each in part.segments for token in each.token_ids], part.finish_reason)
+            for part in generated]
 
 
 @pytest.mark.parametrize("reason,tokens", [("stop", [STOP]), ("length", [2] * 4), ("abort", [2])])
@@ -83,6 +84,16 @@ def test_a_pause_that_comes_after_the_end(reason, tokens):
     assert parts(engine.step()) == ([] if tokens is None else [(0, tokens, reason)])
     assert [len(one.token_ids) for one in engine.drawer.drawing.values()] == [1] * (tokens is None)
     assert list(engine._parked) == [FIRST] * (reason == "stop")
+
+
+def test_a_report_tells_tokens_of_two_versions_apart():
+    """The weights change after the hot first token, which is not reported yet."""
+    engine = submitted(0, params=SamplingParams(4, first_temperature=8.0))
+    assert engine.step() == []
+    engine._pause()
+    engine.weight_version = 1
+    part, = engine.step()
+    assert part.segments == [Segment([0], [-1.0], version=0), Segment([0] * 3, [-1.0] * 3, version=1)]
 
 
 def test_a_hot_first_token_is_reported_with_the_rest():

@@ -217,14 +217,29 @@ def test_the_first_temperature_is_that_of_each_caller():
     same(held_out, alone("evaluation", GREEDY))
 
 
+def test_tokens_keep_the_version_of_the_weights_that_drew_them():
+    """An update between two rounds: one report holds tokens of both versions."""
+    shared, samples = engine(), episodes()
+    with Scheduler.of(shared).submit(samples, PARAMS) as run:
+        for _ in range(4):
+            run.step()
+        shared.update_weights((), 1)
+        while run.wanted:
+            run.step()
+    versions = [[segment.version for segment in sample.segments] for sample in samples]
+    assert [0, 1] in versions and all(each in ([0], [1], [0, 1]) for each in versions), versions
+    same(samples, alone())
+
+
 def test_nothing_is_submitted_for_nobody():
     generate(engine(), [], SamplingParams(4), heard=lambda finished: 1 / 0)
 
 
 @pytest.mark.parametrize("changed, words", [
     (lambda part: part._replace(finish_reason="eos"), "the reason 'eos'"),
-    (lambda part: part._replace(segment=replace(part.segment, logprobs=[])), "with 0 log-probs"),
-    (lambda part: part._replace(segment=Segment([5] * 99, [0.0] * 99)), "99 tokens .* that may have")
+    (lambda part: part._replace(segments=[replace(part.segments[0], logprobs=[])]), "with 0 log-probs"),
+    (lambda part: part._replace(segments=[replace(part.segments[0], version=-1)]), "of the version -1 of .* 0 to 0"),
+    (lambda part: part._replace(segments=[Segment([5] * 99, [0.0] * 99)]), "99 tokens .* that may have")
 ])  # yapf: disable
 def test_a_part_that_no_engine_may_return_is_named(changed, words):
     broken = engine()

@@ -96,7 +96,7 @@ def native_params(params: SamplingParams, stop_ids: list[int], max_tokens: int, 
 
 def _part(key: Key, output: "RequestOutput") -> Generated:
     native: Any = output.outputs[0]
-    return Generated(key, Segment(list(native.token_ids), list(native.logprobs.logprobs)), native.finish_reason)
+    return Generated(key, [Segment(list(native.token_ids), list(native.logprobs.logprobs))], native.finish_reason)
 
 
 def _generators_kept() -> AbstractContextManager[None]:

@@ -58,7 +58,10 @@ class Response:
     @classmethod
     def part(cls, generated: Generated) -> "Response":
         """Return what one report of an engine has."""
-        return cls(generated.segment.token_ids, generated.segment.logprobs, generated.finish_reason)
+        part = cls([], [], generated.finish_reason)
+        for segment in generated.segments:
+            part.extend(cls(segment.token_ids, segment.logprobs, generated.finish_reason))
+        return part
 
     @property
     def drawn(self) -> list[bool]:
