@@ -30,7 +30,7 @@ from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.references import ReferenceFormError
 from lightrft.rewards.rules import reference_answers
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
-from lightrft.rollout.hf.engine import build_hf_engine
+from lightrft.rollout.hf.engine import engine_on
 from lightrft.rollout.scheduler import generate, Round
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.types import Episode, Prompt
@@ -139,8 +139,8 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
         with place.here() as model:
             if self._engine is None:
                 lengths = RolloutConfig(prompt_max_len=max(self.room, 1), generate_max_len=self.cfg.judge_max_len)
-                self._engine = build_hf_engine(lengths, model, setup.device, self.reader.renderer.tokenizer, setup.bf16,
-                                               limit_s=0, fixed=False)
+                self._engine = engine_on(model, setup.device, lengths, self.reader.renderer.tokenizer, setup.bf16,
+                                         fixed=False)
             self._engine.wake()
             if place.prepared is not None and setup.strategy is not None:
                 sync_weights(setup.strategy, place.prepared, self._engine, 0)

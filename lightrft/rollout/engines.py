@@ -1,5 +1,5 @@
 """Builds rollout engines by name, importing only the chosen one, and estimates the device memory that they take."""
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -24,26 +24,15 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     """Build the engine ``cfg.engine_type`` for ``actor``, an :class:`~lightrft.models.actor_language.ActorLanguage`
     already placed by ``strategy``. Its weights are those of ``actor`` after the first ``sync_weights``.
 
-    The engine NAME is built by ``build_NAME_engine`` of ``lightrft.rollout.NAME.engine``.
-
     Raises:
         UserError: there is no such engine, it cannot be built, or it lacks methods.
     """
-    name = cfg.engine_type
-    if name not in ENGINES:
-        raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
+    name, build = cfg.engine_type, builder_of(cfg.engine_type)
     check_rope(cfg, actor.hf_model.config)
     check_states(cfg, actor.hf_model.config)
-    module = f"lightrft.rollout.{name}"
-    if not (find_spec(module) and find_spec(f"{module}.engine")):
-        raise UserError(f"--engine_type {name}: there is no module {module}.engine, in which its builder "
-                        f"build_{name}_engine is to be (docs/contributing.md, An engine)")
     if strategy.plans:
         return import_module("lightrft.rollout.planned").PlannedEngine()
-    build: Any = vars(import_module(f"{module}.engine")).get(f"build_{name}_engine")
-    arguments = cfg, actor, strategy.device, tokenizer, bf16, strategy.cfg.collective_limit_s
-    _check_builder(name, build, len(arguments))
-    engine = build(*arguments)
+    engine = build(cfg, actor, strategy, tokenizer, bf16)
     if missing := sorted(name for name in members() if not hasattr(engine, name)):
         raise UserError(f"--engine_type {name}: the engine has no {', '.join(missing)}; lightrft.rollout.engine."
                         "RolloutEngine says what each is (docs/contributing.md, An engine)")
@@ -51,16 +40,29 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     return engine
 
 
-def _check_builder(name: str, build: Any, count: int) -> None:
-    """Raise a UserError unless ``build`` is a function that takes ``count`` arguments."""
-    where = f"--engine_type {name}: build_{name}_engine of lightrft.rollout.{name}.engine"
+def builder_of(name: str) -> Callable[..., "RolloutEngine"]:
+    """Return the builder of the engine NAME, ``build_NAME_engine`` of ``lightrft.rollout.NAME.engine``. No package of
+    an engine is needed.
+
+    Raises:
+        UserError: there is no such engine, module or function, or this has other parameters.
+    """
+    if name not in ENGINES:
+        raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
+    module = f"lightrft.rollout.{name}"
+    if not (find_spec(module) and find_spec(f"{module}.engine")):
+        raise UserError(f"--engine_type {name}: there is no module {module}.engine, in which its builder "
+                        f"build_{name}_engine is to be (docs/contributing.md, An engine)")
+    build: Any = vars(import_module(f"{module}.engine")).get(f"build_{name}_engine")
+    where = f"--engine_type {name}: build_{name}_engine of {module}.engine"
     if not callable(build):
         raise UserError(f"{where} is not there; write it, as docs/contributing.md (An engine) shows")
     try:
-        signature(build).bind(*range(count))
+        signature(build).bind(*range(5))
     except TypeError as error:
-        raise UserError(f"{where} is called as (cfg, actor, device, tokenizer, bf16, limit_s), and takes "
+        raise UserError(f"{where} is called as (cfg, actor, strategy, tokenizer, bf16), and takes "
                         f"{signature(build)}: {error}") from error
+    return build
 
 
 def check_own_weights(cfg: RolloutConfig, actor: Any, engine: "RolloutEngine") -> None:

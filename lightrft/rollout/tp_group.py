@@ -1,6 +1,6 @@
 """Ranks that run one engine together: episodes of all ranks are gathered, and each rank keeps its own responses."""
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.rollout.engine import FINISH_REASONS, Generated
+from lightrft.strategy.mesh import Mesh
 from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
 from lightrft.utils.env import World
 
@@ -99,15 +100,9 @@ def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:
     return bool(number.item())
 
 
-def group_of(size: int, world: World, limit_s: int) -> dist.ProcessGroup | None:
-    """CPU process group of this rank among ``size`` consecutive ones; None for 1. A collective of all ranks.
-
-    ``limit_s``: seconds after which a collective of the group that does not finish is an error.
-    """
-    limit = timedelta(seconds=limit_s)
-    groups = [dist.new_group(range(first, first + size), limit, "gloo") for first in range(0, world.world_size, size)
-              if size > 1]  # yapf: disable
-    return groups[world.rank // size] if groups else None
+def world_of(mesh: Mesh) -> World:
+    """Return the ranks of ``mesh`` as if they were all: those of the machine count with the ranks beside the mesh."""
+    return replace(World.from_env(), rank=mesh.engines.index, world_size=mesh.engines.size)
 
 
 def tensor_of_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:

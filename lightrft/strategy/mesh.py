@@ -4,8 +4,10 @@ Ranks that divide one thing need not be those that divide another. With tensor o
 train the same samples, and each of them still generates responses of its own. So code above this layer asks the mesh
 for its share of a thing, and never counts ranks itself.
 """
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightrft.utils.errors import UserError
 
 Item = TypeVar("Item")
+_CHECKS = Counter[str]()  # of the numbers of groups, in this process, by the ranks of the group
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,21 @@ class Mesh:
 
     def new_group(self) -> dist.ProcessGroup:
         """Make one more process group of these ranks, on the CPU; every rank calls it equally often."""
-        return dist.new_group(backend="gloo") if self.group is None else group_of(self.ranks, backend="gloo")
+        return dist.new_group(backend="gloo") if self.group is None else group_of(self.ranks, "gloo")
+
+    def neighbours(self, size: int, limit_s: int) -> dist.ProcessGroup | None:
+        """Make the group, on the CPU, of the ``size`` neighbours of which this rank is one; None for 1. Every rank of
+        the mesh calls it equally often.
+
+        Args:
+            limit_s: seconds after which a collective of the group that does not finish is an error.
+
+        Raises:
+            UserError: ``size`` does not divide the ranks.
+        """
+        _check_divides(f"engine_tp_size {size}", size, len(self.ranks), "ranks that generate")
+        first = self.rank // size * size
+        return group_of(self.ranks[first:first + size], "gloo", limit_s) if size > 1 else None
 
     def dense(self, shard_size: int = 0) -> DeviceMesh:
         """Make the mesh of the weights: ``("shard",)`` over all data ranks, or ``("replicate", "shard")`` when fewer
@@ -166,9 +183,29 @@ def _check_divides(what: str, size: int, count: int, of: str, where: str = "") -
         raise UserError(f"{what} does not divide the {count} {of}; the nearest that does is {nearest}{where}")
 
 
-def group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+def group_of(ranks: Sequence[int], backend: str | None = None, limit_s: int | None = None) -> dist.ProcessGroup:
     """Make a process group of these ``ranks``; the other ranks take no part.
 
-    All of them have made equally many groups before: torch names the group by that number, and waits for that name.
+    Args:
+        limit_s: seconds of a collective of the group; None: as of the default group.
+
+    Raises:
+        RuntimeError: the ranks have made different numbers of groups before. Torch names a group by that number, and
+            each would wait for the others under a name of its own.
     """
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    _check_counts(list(ranks), len(dist.distributed_c10d._world.pg_names))
+    timeout = None if limit_s is None else timedelta(seconds=limit_s)
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+
+
+def _check_counts(ranks: list[int], made: int) -> None:
+    """Raise an error unless every one of ``ranks`` has ``made`` as many groups as this one."""
+    name = "_".join(map(str, ranks))
+    _CHECKS[name] += 1
+    store = dist.PrefixStore(f"lightrft/groups/{name}/{_CHECKS[name]}", dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), str(made))
+    counts = {rank: int(store.get(str(rank))) for rank in ranks}
+    if len({*counts.values()}) > 1:
+        raise RuntimeError(f"the ranks {ranks} begin a process group together, and have made different numbers of "
+                           f"groups before: {', '.join(f'rank {rank} {count}' for rank, count in counts.items())}. "
+                           "Every rank has to make the same groups, in the same order")

@@ -1,4 +1,5 @@
 """Test that an optimizer is what its registration says, on a matrix of eight elements, before it trains anything."""
+from inspect import signature
 from typing import Any
 
 import torch
@@ -6,6 +7,7 @@ from torch import Tensor
 
 from lightrft.config.shared_schema import OptimConfig
 from lightrft.strategy.optimizers import Optimizer
+from lightrft.strategy.optimizers.base import Build
 from lightrft.utils.errors import UserError
 
 SHAPE, STEPS, RATE = (4, 2), 3, 0.1
@@ -13,13 +15,14 @@ WHOLE, HALVES = (slice(None), ), (slice(0, 4), slice(4, None))  # of the element
 
 
 def check_contract(entry: Optimizer, cfg: OptimConfig) -> None:
-    """Check the state, that steps depend on the learning rate of their group and, unless it needs whole parameters,
-    that halves of one are updated as in the whole.
+    """Check the builder, the state, that steps depend on the learning rate of their group and, unless it needs whole
+    parameters, that halves of one are updated as in the whole.
 
     Raises:
         UserError: what differs, and what the registration has to say instead.
     """
     name, declared = cfg.optim, {"step", *entry.moments(cfg)}
+    _check_builder(name, entry.build)
     weight, state = _trained(entry, cfg, WHOLE, zeros=False)
     other = {
         key for key, value in state.items()
@@ -42,6 +45,15 @@ def check_contract(entry: Optimizer, cfg: OptimConfig) -> None:
                         "register it with needs_whole=True")
 
 
+def _check_builder(name: str, build: Build) -> None:
+    """Raise a UserError unless ``build`` can be called as builders are."""
+    try:
+        signature(build).bind([], None)
+    except TypeError as error:
+        raise UserError(f"--optim {name}: its builder is called as (groups, cfg), and takes {signature(build)}: "
+                        f"{error}") from error
+
+
 def _trained(entry: Optimizer, cfg: OptimConfig, parts: tuple[slice, ...], zeros: bool,
              rate: float = RATE) -> tuple[Tensor, dict[str, Any]]:
     """Take steps on flat ``parts`` of a parameter, or on the whole in its shape, each with an optimizer of its own.
@@ -53,6 +65,8 @@ def _trained(entry: Optimizer, cfg: OptimConfig, parts: tuple[slice, ...], zeros
     for part in parts:
         weight = torch.nn.Parameter(values[part].clone().view(SHAPE if part in WHOLE else -1))
         rule = entry.build([{"params": [weight], "lr": rate, "weight_decay": 0.1}], cfg)
+        if not isinstance(rule, torch.optim.Optimizer):
+            raise UserError(f"--optim {cfg.optim}: its builder returns {rule!r}; return a torch.optim.Optimizer")
         if zeros:
             moments = {key: torch.zeros_like(weight) for key in entry.moments(cfg)}
             rule.state[weight] = {"step": torch.zeros((), device="cpu"), **moments}

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from lightrft.cli.main import COMMANDS
 from lightrft.datasets.waveform import write_wav
+from lightrft.rollout.hf import engine as hf_engine
+from lightrft.strategy.optimizers import OPTIMIZERS, optimizer
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.launch import flags
 from lightrft.tests.support.planned_too import UNPLANNED
@@ -301,6 +303,22 @@ def refusal(capfd: Any) -> str:
 def test_a_dry_run_of_a_whole_command_says_what_it_has_not_tried(home, tmp_path, capfd):
     assert run("sft", options_of("sft", home, tmp_path, pretrain="org/absent"), "--dry_run") == 0
     assert "model: org/absent is not on this machine" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("options, words", [
+    ({}, "build_hf_engine of lightrft.rollout.hf.engine is not there"),
+    ({"optim": "other"}, r"--optim other: its builder is called as \(groups, cfg\), and takes \(groups\)"),
+    ({"environment": "nosuch"}, "unknown environment 'nosuch'"),
+])
+def test_a_missing_builder_is_known_without_the_model(options, words, home, tmp_path, monkeypatch, capfd):
+    """What is chosen by name is found here, also for a model that another machine has."""
+    monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
+    optimizer("other", moments=())(lambda groups: None)
+    if not options:
+        monkeypatch.delattr(hf_engine, "build_hf_engine")
+    wanted = options_of("train", home, tmp_path / "run", pretrain="org/absent", **options)
+    assert run("train", wanted, "--dry_run") == 2
+    assert re.search(words, refusal(capfd), re.S)
 
 
 def test_the_form_of_a_key_is_known_before_the_run(home, tmp_path, monkeypatch, capfd):

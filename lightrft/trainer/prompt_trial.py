@@ -26,7 +26,7 @@ from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
-from lightrft.rollout.engines import check_media, check_rope, check_states
+from lightrft.rollout.engines import builder_of, check_media, check_rope, check_states
 from lightrft.trainer.environment_trial import try_environment
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.reward_trial import rendered
@@ -95,12 +95,15 @@ def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, el
     for split in splits:
         read.rows[split] = yield from _read(data, split, found, path, most, parts)
     _check_engine(config, most, cuda)
+    pool = open_pool(config.rollout, objects)
     read.tokenizer = yield from tokenizer_of(path, data.chat_template, elsewhere)
     if read.tokenizer is None:
+        if pool is not None:
+            pool.shutdown()
         yield from _untokenized(config, parts, found, scored)
         return read
     read.media = open_media(path, read.tokenizer, data)
-    read.environment = player_of(open_pool(config.rollout, objects), config.rollout, read.tokenizer, path)
+    read.environment = player_of(pool, config.rollout, read.tokenizer, path)
     for split in splits:
         prompts = read.prompts[split] = _tokenized(config, split, read, scored, suffix)
         read.rows[split] = len(prompts) or read.rows[split]
@@ -152,8 +155,9 @@ def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool, suff
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
-    """Refuse an engine that would refuse the model, or rows with ``most`` media of each kind, when it starts. None of
-    its packages is needed."""
+    """Refuse an engine without a builder, or one that would refuse the model, or rows with ``most`` media of each kind,
+    when it starts. None of its packages is needed."""
+    builder_of(config.rollout.engine_type)
     path = str(config.model.pretrain)
     try:
         model = read_config(path)

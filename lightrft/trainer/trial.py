@@ -29,6 +29,8 @@ from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_models
 from lightrft.strategy.base import StrategyBase
+from lightrft.strategy.optimizer_contract import check_contract
+from lightrft.strategy.optimizers import OPTIMIZERS
 from lightrft.strategy.planned import PlannedStrategy
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.offline.offline_trainer import OfflineTrainer
@@ -76,6 +78,7 @@ def try_inputs(config: Tree, context: TrialContext = DEFAULT) -> Iterator[str]:
 @try_inputs.register
 def _try_offline(config: OfflineConfig, context: TrialContext = DEFAULT) -> Iterator[str]:
     assert context.trainer is not None, "it reads the rows"
+    check_contract(OPTIMIZERS.get(config.train.optim), config.train)
     data, path = config.data, str(config.model.pretrain)
     train, held_out = ([one for one in entries if is_here(one)] for entries in (data.train_data, data.eval_data))
     yield from (later(one) for one in [*data.train_data, *data.eval_data] if not is_here(one))
@@ -156,6 +159,7 @@ def _rehearsed(config: Tree, context: TrialContext = DEFAULT, reads: Sequence[Re
 
 @try_inputs.register
 def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[str]:
+    check_contract(OPTIMIZERS.get(config.train.optim), config.train)
     found: Found = {}
     read = yield from read_prompts(config, ["train", "eval"], found, context.cuda, context.elsewhere,
                                    objects=context.functions)  # yapf: disable

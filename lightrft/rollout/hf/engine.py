@@ -32,6 +32,7 @@ from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.workspace import covering, Sizes, Workspace
 from lightrft.rollout.open_responses import OpenResponse
 from lightrft.rollout.weight_sync.sync import checked
+from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.mixed_precision import compute_weights
 from lightrft.strategy.sharding import is_whole
 from lightrft.types import Episode, Key, Segment
@@ -350,8 +351,14 @@ class HFEngine:
         self._give_back()
 
 
-def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
-                    limit_s: int, fixed: bool = True) -> HFEngine:
+def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, strategy: StrategyBase, tokenizer: Any,
+                    bf16: bool) -> HFEngine:
+    """Build the engine of this rank, which shares it with no other."""
+    return engine_on(actor, strategy.device, cfg, tokenizer, bf16)
+
+
+def engine_on(actor: ActorLanguage, device: torch.device, cfg: RolloutConfig, tokenizer: Any, bf16: bool,
+              fixed: bool = True) -> HFEngine:
     """Build an engine on the actor's own model when that is not sharded, else on a full copy built from its config.
 
     ``fixed``: all sequences have the frequencies of the longest that ``cfg`` allows; else those of each call.

@@ -12,7 +12,7 @@ from lightrft.ops.rounding import has_experts
 from lightrft.rollout.sglang import weights as sglang_weights
 from lightrft.rollout.engine import Generated
 from lightrft.rollout.partwise import PartwiseEngine
-from lightrft.rollout.tp_group import parts_of_first, group_of, object_of_first, tensor_of_first
+from lightrft.rollout.tp_group import parts_of_first, object_of_first, tensor_of_first, world_of
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
 from lightrft.rollout.sglang.media import refuse_families, SGLangMedia
@@ -20,7 +20,7 @@ from lightrft.rollout.sglang.client import SGLangNative
 from lightrft.rollout.sglang.parts import SGLangParts
 from lightrft.rollout.weight_sync.sync import (WeightManifest, checked, checkpoint_names, manifest,
                                                under_checkpoint_names)
-from lightrft.utils.env import World
+from lightrft.strategy.base import StrategyBase
 from lightrft.utils.errors import UserError
 
 
@@ -165,25 +165,25 @@ class SGLangEngine(PartwiseEngine):
             self.native = self.drawer = None
 
 
-def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
-                        limit_s: int) -> SGLangEngine:
-    """Start SGLang on the folder that ``actor`` was loaded from. Under torchrun every rank calls it.
+def build_sglang_engine(cfg: RolloutConfig, actor: ActorLanguage, strategy: StrategyBase, tokenizer: Any,
+                        bf16: bool) -> SGLangEngine:
+    """Start SGLang on the folder that ``actor`` was loaded from. Every rank of ``strategy`` calls it.
 
-    Args:
-        limit_s: seconds after which a collective of the ranks of one engine that does not finish is an error. SGLang's
-            own processes keep its limit: between two rollouts they wait for each other as long as an update takes.
+    The limit of collectives holds for those of the ranks. SGLang's own processes keep its limit: between two rollouts
+    they wait for each other as long as an update takes.
 
     Raises:
         UserError: SGLang cannot be this model's engine.
     """
+    device, mesh = strategy.device, strategy.mesh
     config, source = actor.hf_model.config, actor.modality.media if actor.modality.kinds else None
     refuse_families(config, actor.modality.kinds)
-    world, weights = World.from_env(), manifest(actor)
+    weights = manifest(actor)
     weights = weights._replace(names=checkpoint_names(actor.hf_model, weights.shapes))
-    group, native = group_of(cfg.engine_tp_size, world, limit_s), None
-    arguments = engine_arguments(cfg, config, device, bf16, world)
+    group, native = mesh.neighbours(cfg.engine_tp_size, strategy.cfg.collective_limit_s), None
+    arguments = engine_arguments(cfg, config, device, bf16, world_of(mesh))
     longest = cfg.longest
-    if world.rank % cfg.engine_tp_size == 0:
+    if mesh.engines.index % cfg.engine_tp_size == 0:
         native = _native(arguments, weights, device, config, longest)
     return SGLangEngine(native, weights, eos_ids(actor.hf_model, tokenizer),
                         config.get_text_config().vocab_size, longest, cfg.sync_bucket_mib << 20,

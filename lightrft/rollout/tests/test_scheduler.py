@@ -251,7 +251,7 @@ def test_a_part_that_no_engine_may_return_is_named(changed, words):
 
 def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
     config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config(), parameters=list))
-    strategy = SimpleNamespace(plans=False, device="cpu", cfg=SimpleNamespace(collective_limit_s=1))
+    strategy = SimpleNamespace(plans=False)
     for built, missing in ((SimpleNamespace(weight_version=0), [
             "abort", "fingerprints", "group", "reset", "resume", "shared_storage", "shutdown", "sleep", "step",
             "submit", "update_weights", "vocabulary", "wake", "weight_dtypes"
@@ -266,12 +266,13 @@ def test_an_engine_without_methods_is_refused_when_it_is_built(monkeypatch):
 
 def test_an_engine_without_a_folder_or_a_builder_is_named(monkeypatch):
     config = SimpleNamespace(hf_model=SimpleNamespace(config=Qwen2Config()))
-    strategy = SimpleNamespace(plans=False, device="cpu", cfg=SimpleNamespace(collective_limit_s=1))
+    strategy = SimpleNamespace(plans=False)
     for builder, words in ((None, "build_hf_engine of lightrft.rollout.hf.engine is not there"),
                            (lambda cfg, actor: None, r"called as \(cfg, .* takes \(cfg, actor\): too many")):
         monkeypatch.setattr(hf, "build_hf_engine", builder)
-        with pytest.raises(UserError, match=words):
-            get_engine(RolloutConfig(), config, strategy, None)
+        for strategy.plans in (False, True):
+            with pytest.raises(UserError, match=words):
+                get_engine(RolloutConfig(), config, strategy, None)
     monkeypatch.setitem(ENGINES, "plain", ENGINES["hf"])
     for strategy.plans in (False, True):
         with pytest.raises(UserError, match="plain: there is no module lightrft.rollout.plain.engine, .* build_plain"):

@@ -16,6 +16,7 @@ from lightrft.rollout.vllm.engine import build_vllm_engine
 from lightrft.rollout.vllm.weights import unused_prefixes
 from lightrft.rollout.vllm.launch import engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.weight_sync.sync import checked
+from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.utils.env import World, total_memory
 from lightrft.utils.errors import UserError
 
@@ -182,7 +183,13 @@ def test_media_that_an_engine_cannot_take_are_refused_before_it_starts(engine, f
     actor = SimpleNamespace(modality=modality, lora_rank=0, hf_model=SimpleNamespace(config=config))
     build = {"vllm": build_vllm_engine, "sglang": build_sglang_engine}[engine]
     with pytest.raises(UserError, match=f"--engine_type {engine}: .*{message}.*--engine_type hf"):
-        build(RolloutConfig(engine_type=engine), actor, CPU, None, False, LIMIT_S)
+        build(RolloutConfig(engine_type=engine), actor, SingleProcessStrategy(), None, False)
+
+
+def test_vllm_runs_on_all_ranks_or_none():
+    strategy = SimpleNamespace(device=CPU, mesh=SimpleNamespace(group=object(), ranks=[1, 3]))
+    with pytest.raises(UserError, match=r"runs on the ranks \[1, 3\] alone; use --engine_type hf or sglang"):
+        build_vllm_engine(RolloutConfig(engine_type="vllm"), SimpleNamespace(lora_rank=0), strategy, None, False)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "llava_next", "llava_onevision", "mistral3"])

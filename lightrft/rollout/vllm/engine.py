@@ -19,13 +19,14 @@ from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.weight_sync.sync import WeightManifest, checked, manifest
 from lightrft.rollout.partwise import PartwiseEngine
 from lightrft.rollout.scheduler import generate
+from lightrft.rollout.tp_group import world_of
 from lightrft.rollout.vllm.weights import Adapters, adapter_arguments, bare
 from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.rollout.vllm.parts import VLLMParts
+from lightrft.strategy.base import StrategyBase
 from lightrft.types import Episode, MediaSource, Prompt
-from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -271,23 +272,23 @@ def keep_unmapped_pools() -> None:
         del allocator.pointer_to_data[address]
 
 
-def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, device: torch.device, tokenizer: Any, bf16: bool,
-                      limit_s: int) -> VLLMEngine:
-    """Start vLLM on the folder that ``actor`` was loaded from. Under torchrun every rank calls it.
-
-    Args:
-        limit_s: seconds after which a collective of the ranks of one engine that does not finish is an error.
+def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, strategy: StrategyBase, tokenizer: Any,
+                      bf16: bool) -> VLLMEngine:
+    """Start vLLM on the folder that ``actor`` was loaded from. Every rank of ``strategy`` calls it.
 
     Raises:
         UserError: vLLM cannot be this model's engine; it is ended again.
     """
-    world, owns_world, rank = World.from_env(), not dist.is_initialized(), actor.lora_rank
+    device, owns_world, rank = strategy.device, not dist.is_initialized(), actor.lora_rank
+    if strategy.mesh.group is not None:
+        raise UserError(f"--engine_type vllm: makes its groups of all ranks, and this strategy runs on the ranks "
+                        f"{list(strategy.mesh.ranks)} alone; use --engine_type hf or sglang")
     apart = cfg.lora_sync == "adapter" and rank > 0
     media = actor.modality.media
     refuse_families(actor.hf_model.config, media.most if media else {}, device.type == "cpu"
                     and actor.modality.both_ways)
-    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world, limit_s,
-                                 media.most if media else None)
+    arguments = engine_arguments(cfg, actor.hf_model.config, device, bf16, world_of(strategy.mesh),
+                                 strategy.cfg.collective_limit_s, media.most if media else None)
     group, stream = None, NativeStream()
     native = start_engine(arguments | (adapter_arguments(rank) if apart else {}), device,
                           actor.hf_model.config.model_type, stream)

@@ -105,6 +105,7 @@ def test_a_name_that_is_registered_trains_and_no_other():
     (lambda groups: SignOfMean(groups, {}), {"moments": ("mean", )}, "differ when its state begins as zeros"),
     (lambda groups: SignOfMean(groups, {}, zeros=True, rate=1e-4), {"moments": ("mean", )}, "do not depend on the lr"),
     (lambda groups: Normalized(groups, {}), {"moments": ()}, "register it with needs_whole=True"),
+    (lambda groups: None, {"moments": ()}, "its builder returns None; return a torch.optim.Optimizer"),
 ])
 def test_a_registration_that_is_not_true_is_refused(register, make, facts, words):
     register(lambda groups, cfg: make(groups), **facts)

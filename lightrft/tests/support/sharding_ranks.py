@@ -1,4 +1,5 @@
 """Tensors on meshes of four ranks in one and two dimensions, divided in every way (test_sharding.py)."""
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -206,11 +208,27 @@ def some_of_the_ranks(outer: FSDPV2Strategy, folder: Path) -> None:
             same(strategy, models[strategy], alone, models[alone])
             manager = CheckpointManager(strategy, folder / str(size), asynchronous=False)
             assert manager.save(2, {"actor": prepared[strategy]}, {}, {}, {}) and manager.latest() is not None
+        groups_of_some(strategy, outer.rank)
         strategy.barrier()
     else:
         with pytest.raises(ValueError, match=rf"rank {outer.rank} does not run this strategy, .* ranks \[1, 3\]"):
             FSDPV2Strategy(StrategyConfig(strategy="fsdp"), ranks=[3, 1]).setup()
     outer.barrier()
+
+
+def groups_of_some(strategy: FSDPV2Strategy, rank: int) -> None:
+    """Ranks that share an engine are those of the strategy; with different numbers of groups they say so at once."""
+    assert dist.get_process_group_ranks(strategy.mesh.neighbours(2, 7)) == [1, 3]
+    assert strategy.mesh.neighbours(1, 7) is None
+    with pytest.raises(ValueError, match="engine_tp_size 3 does not divide the 2 ranks that generate"):
+        strategy.mesh.neighbours(3, 7)
+    more = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank == 1)]
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] begin .*: rank 1 (\d+), rank 3 (\d+)\. Every") as found:
+        strategy.mesh.neighbours(2, 7)
+    one, three = map(int, re.findall(r"rank \d (\d+)", str(found.value)))
+    assert one == three + 1
+    more += [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank == 3)]
+    assert more and dist.get_process_group_ranks(strategy.mesh.neighbours(2, 7)) == [1, 3]
 
 
 def mlp() -> nn.Module:

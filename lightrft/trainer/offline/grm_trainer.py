@@ -16,7 +16,7 @@ from lightrft.models.packed_model import PackedModel
 from lightrft.models.reward_model import JUDGE
 from lightrft.models.rope import grouped
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
-from lightrft.rollout.hf.engine import build_hf_engine
+from lightrft.rollout.hf.engine import engine_on
 from lightrft.rollout.weight_sync.sync import sync_weights
 from lightrft.trainer.samples import respond
 from lightrft.trainer.offline.sft_trainer import SFTTrainer
@@ -68,8 +68,8 @@ class GRMTrainer(SFTTrainer):
         mine = self.strategy.mesh.engines.of([*enumerate(prompts)])
         limits = self._limits(prompts)
         rollout = RolloutConfig(prompt_max_len=self.config.data.max_len, generate_max_len=max(limits))
-        engine = build_hf_engine(rollout, self.policy, self.strategy.device, self.tokenizer,
-                                 bool(self.config.model.bf16), self.strategy.cfg.collective_limit_s, fixed=False)
+        engine = engine_on(self.policy, self.strategy.device, rollout, self.tokenizer, bool(self.config.model.bf16),
+                           fixed=False)
         try:
             sync_weights(self.strategy, self.actor, engine, 0)
             samples = [
