@@ -140,7 +140,8 @@ class PartwiseEngine(ABC):
         return self._take(parts)
 
     def _take(self, parts: list[Generated]) -> list[Generated]:
-        """Append parts, drawn by the current weights, to their responses; report, and finish or park, those that draw no further token now."""
+        """Append parts, which the current weights drew, to their responses; report, and finish or park, those that draw
+        no further token now."""
         reports = []
         for key, segments, reason in parts:
             response = self._drawing.pop(key)
