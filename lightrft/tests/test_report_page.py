@@ -21,7 +21,10 @@ def groups(step):
     rows = [sample(0, 0.0, [HOSTILE, f" step {step}"]), sample(1, 1.0, ["right"]),
             sample(2, None, ["late"], error="timeout", advantages=0.0),
             sample(3, 0.5, ["a", "b", "y", "z"], tokens=1000, cut=[2, 996], finish="length",
-                   logprobs=[-4.5, None, 0.0, -2.0], advantages=[1.0, 0.0, -1.0, 0.5])]  # yapf: disable
+                   logprobs=[-4.5, None, 0.0, -2.0], advantages=[1.0, 0.0, -1.0, 0.5]),
+            sample(4, 0.75, ["call", f" 62 {HOSTILE}", "!", "62", "."], logprobs=[-0.5, None, None, -1.0, -3.0],
+                   entropies=[1.0, None, None, 0.5, 4.0], given=[[1, 3, "tool"]], rewards=[[0, 0.25], [4, 0.5]],
+                   environment={"turns": 2, "calls": 1, "wait_s": 0.5, "ended": "max_turns"})]  # yapf: disable
     return [{"uid": f"0:{uid}", "prompt": f"{HOSTILE} {uid}", "reference": {"answer": 5}, "samples": rows}
             for uid in (0, step)]  # yapf: disable
 
@@ -99,14 +102,33 @@ def test_samples_are_filtered_by_reward(tab):
     def heads():
         return texts(tab, "article >> nth=0 >> .sample b")
 
-    assert heads() == ["reward 0", "reward 1", "unscored: timeout", "reward 0.5"]
+    assert heads() == ["reward 0", "reward 1", "unscored: timeout", "reward 0.5", "reward 0.75"]
     tab.locator("#low").fill("0.5")
-    assert heads() == ["reward 1", "unscored: timeout", "reward 0.5"]
+    assert heads() == ["reward 1", "unscored: timeout", "reward 0.5", "reward 0.75"]
     tab.get_by_label("unscored").uncheck()
-    tab.locator("#high").fill("0.9")
-    assert heads() == ["reward 0.5"] and tab.locator("#count").inner_text() == "2 of 8 samples"
+    tab.locator("#high").fill("0.7")
+    assert heads() == ["reward 0.5"] and tab.locator("#count").inner_text() == "2 of 10 samples"
     tab.locator("#low").fill("2")
-    assert tab.locator("article").count() == 0 and tab.locator("#count").inner_text() == "0 of 8 samples"
+    assert tab.locator("article").count() == 0 and tab.locator("#count").inner_text() == "0 of 10 samples"
+
+
+def test_who_wrote_a_token_and_the_rewards_of_turns_are_marked(tab):
+    shown = tab.locator("article >> nth=0 >> .sample >> nth=4")
+    assert [box.get_attribute("data-role") for box in shown.locator(".given").all()] == ["tool"]
+    assert texts(shown, ".given .token") == [f" 62 {HOSTILE}", "!"]
+    pieces = shown.locator("pre > span").all_inner_texts()
+    assert pieces == ["call", "0.25", f" 62 {HOSTILE}!", "62", ".", "0.5"]
+    assert all(fact in shown.inner_text() for fact in ("2 turns", "1 call", "waited 0.5 s", "ended by max_turns"))
+    titles = [token.get_attribute("title") for token in shown.locator(".token").all()]
+    assert titles[2] == '"!"\nnot drawn by the policy\nwritten by: tool'
+    assert titles[3] == '"62"\nlog-prob -1 (probability 0.3679)\nadvantage 1\nentropy 0.5'
+    tab.get_by_label("entropy").check()
+    colors = [
+        token.evaluate("each => getComputedStyle(each).backgroundColor") for token in shown.locator(".token").all()
+    ]
+    assert colors == ["rgba(140, 80, 200, 0.25)", *["rgba(0, 0, 0, 0)"] * 2, "rgba(140, 80, 200, 0.125)",
+                      "rgba(140, 80, 200, 0.75)"]  # yapf: disable
+    assert "3 nats and above" in tab.locator("#scale").inner_text()
 
 
 def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(tab):

@@ -2,7 +2,7 @@
 import os
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
 from itertools import chain, groupby, pairwise
@@ -33,15 +33,17 @@ Group = list[tuple[Episode, int]]  # samples of one prompt, and their indices in
 
 @dataclass
 class Response:
-    """Scored response, with the advantages of its tokens; these are empty where there are none."""
+    """Scored response, with the advantages and entropies of its tokens; these are empty where there are none."""
     episode: Episode
     advantages: list[float]
+    entropies: list[float] = field(default_factory=list)
 
     @classmethod
     def of_batch(cls, episodes: Iterable[Episode], batch: Batch) -> "list[Response]":
-        """Take the advantages of the sequences of ``batch``, which are those of ``episodes``."""
+        """Take the numbers of the sequences of ``batch``, which are those of ``episodes``."""
         bounds, advantages = pairwise(batch.cu_seqlens.tolist()), batch.advantages.tolist()
-        return [cls(episode, advantages[begin + episode.prompt_len:end])
+        entropies = [] if batch.entropies is None else batch.entropies.tolist()
+        return [cls(episode, *(values[begin + episode.prompt_len:end] for values in (advantages, entropies)))
                 for episode, (begin, end) in zip(episodes, bounds, strict=True)]  # yapf: disable
 
     def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
@@ -63,7 +65,31 @@ class Response:
         if drawn:  # most algorithms give all tokens of a response the same advantage
             same = min(drawn) == max(drawn)
             row["advantages"] = round(drawn[0], 4) if same else [round(self.advantages[i], 4) for i in kept]
-        return row | ({"cut": [half, size - len(kept)]} if len(kept) < size else {})
+        if self.entropies:
+            row["entropies"] = [None if logprobs[i] is None else round(self.entropies[i], 2) for i in kept]
+        return row | ({"cut": [half, size - len(kept)]} if len(kept) < size else {}) | _turns(episode, kept)
+
+
+def _turns(episode: Episode, kept: list[int]) -> dict[str, Any]:
+    """Return who else wrote the tokens ``kept`` of a response, the rewards of turns, and what its environment did.
+
+    ``given`` has runs [start, stop, roles] and ``rewards`` pairs [last token of the turn, reward], as indices in
+    ``kept``. Nothing is returned of a response that the policy wrote alone.
+    """
+    if episode.play is None:
+        return {}
+    play, place = episode.play, {at + episode.prompt_len: i for i, at in enumerate(kept)}
+    roles = [
+        ", ".join(dict.fromkeys(message["role"] for message in run))
+        for drawn, run in groupby(play.messages, lambda message: message["role"] == "assistant") if not drawn
+    ]
+    given = [(start, stop) for drawn, start, stop in episode.runs if not drawn]
+    shown = [([place[at] for at in range(*run) if at in place], role) for run, role in zip(given, roles)]
+    facts = {"turns": play.turns, "calls": play.calls, "wait_s": round(play.wait_s, 3),
+             "ended": play.failure or play.limit}  # yapf: disable
+    return {"given": [[run[0], run[-1] + 1, role] for run, role in shown if run],
+            "rewards": [[place[at], reward] for at, reward in play.rewards if at in place],
+            "environment": {name: value for name, value in facts.items() if value}}  # yapf: disable
 
 
 class TokenTexts:

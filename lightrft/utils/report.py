@@ -104,6 +104,9 @@ def _more(rows: Sequence[dict[str, Any]], summary: RunSummary) -> list[tuple[str
     found = [("loss of the policy", {"policy/loss": "policy"}), ("loss of the critic", {"critic/loss": "critic"}),
              ("gradient norm before clipping", _by_model(names, "grad_norm")),
              ("learning rate", _by_model(names, "lr")),
+             ("turns of a response", {"env/turns/mean": "turns", "env/calls/mean": "calls"}),
+             ("seconds that a response waits", {"env/wait_s/mean": "for its environment"}),
+             ("environments that failed", {f"env/{cause}": cause for cause in ("timeout", "exception", "worker_died")}),
              ("seconds per step", {"time/step_s": "step"} | phases),
              ("tokens per second", {"perf/tokens_per_s": "step", "rollout/tokens_per_s": "rollout"})]  # yapf: disable
     kept = [(title, {name: legend for name, legend in lines.items() if name in names}) for title, lines in found]

@@ -104,10 +104,13 @@ _NUMBERS = (
     Column("unscored", 9, _unscored, "{:.0f}".format),
     Column("loss", 8, _first(learnt="loss"), "{:.4f}".format),
     Column("length", 8, _first("rollout/response_len/mean"), "{:.1f}".format),
+    Column("turns", 7, _first("env/turns/mean"), "{:.1f}".format),
+    Column("calls", 7, _first("env/calls/mean"), "{:.1f}".format),
     Column("KL", 9, _first("policy/kl_ref", "reward/kl", learnt="kl"), _kl),
     Column("entropy", 8, _first("policy/entropy")),
     Column("tokens/s", 9, _first("perf/tokens_per_s"), "{:.0f}".format),
     Column("step s", 8, _first("time/step_s"), "{:.2f}".format),
+    Column("wait s", 8, _first("env/wait_s/mean"), "{:.2f}".format),
 )
 _two = partial(Column, write="{:.2f}".format)
 _NAMED_PHASES = (

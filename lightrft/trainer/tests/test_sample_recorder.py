@@ -11,6 +11,7 @@ from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
 from lightrft.trainer import sample_recorder
 from lightrft.trainer.sample_recorder import Response, TokenTexts
 from lightrft.types import Episode, Prompt, Segment
+from lightrft.utils.play import Play
 from lightrft.utils.score import Score
 
 OPTIONS = {"max_steps": 5, "rollout_batch_size": 6, "n_samples_per_prompt": 10, "train_batch_size": 60,
@@ -95,6 +96,24 @@ def test_a_long_response_is_cut_in_the_middle():
     assert response([], total=None).row(texts, 8)["text"] == []
 
 
+def test_a_record_says_who_wrote_its_tokens():
+    """And the rewards of turns, on tokens that are shown; what is cut has none."""
+    roles = ["assistant", "tool", "user", "assistant", "environment", "assistant"]
+    play = Play([{"role": role, "content": ""} for role in roles], [(3, 0.5), (7, -1.0), (9, 2.0)], limit="max_turns",
+                turns=3, calls=1)  # yapf: disable
+    runs_of_tokens = [Segment(ids, [-0.5] * len(ids), drawn) for ids, drawn in
+                      (([5, 6], True), ([7, 8, 9], False), ([10], True), ([11], False), ([12], True))]  # yapf: disable
+    episode = Episode(Prompt("u", [3, 4], ""), 0, 0, runs_of_tokens, score=Score(1.0), play=play)
+    texts, entropies = TokenTexts(tiny.tokenizer()), [i / 8 for i in range(8)]
+    row = Response(episode, [1.0] * 8, entropies).row(texts, 100)
+    assert row["given"] == [[2, 5, "tool, user"], [6, 7, "environment"]]
+    assert row["rewards"] == [[1, 0.5], [5, -1.0], [7, 2.0]]
+    assert row["environment"] == {"turns": 3, "calls": 1, "ended": "max_turns"}
+    assert row["entropies"] == [0.0, 0.12, None, None, None, 0.62, None, 0.88]
+    row = Response(episode, []).row(texts, 4)
+    assert (row["cut"], row["given"], row["rewards"]) == ([2, 4], [[2, 3, "environment"]], [[1, 0.5], [3, 2.0]])
+
+
 @pytest.mark.parametrize("text", ["naïve 😀 漢字", "  two\n\n", "<|im_end|>x", "é" * 5])
 def test_the_texts_of_tokens_join_to_the_response(text):
     tokenizer = tiny.tokenizer()
@@ -110,7 +129,8 @@ def test_records_are_bounded_in_number_and_size(done, monkeypatch):
     recorder.next["training"] = 0
     due = [step for step in range(1, 1001) if recorder._due("training", step, 1000)]
     assert due[:3] == [1, 33, 65] and due[-1] == 1000 and len(due) <= sample_recorder.RECORDS + 2
-    line = json.dumps({"text": [" longish"] * sample_recorder.TOKENS, "logprobs": [-10.123] * sample_recorder.TOKENS,
-                       "advantages": [-10.1234] * sample_recorder.TOKENS})  # yapf: disable
-    prompts = 4 * sample_recorder.CHARACTERS
-    assert 2 * (sample_recorder.RECORDS + 2) * (len(line) + prompts) < 20e6, "with every token's advantage its own"
+    held_out = {"text": [" longish"] * sample_recorder.TOKENS, "logprobs": [-10.123] * sample_recorder.TOKENS}
+    training = held_out | {"advantages": [-10.1234] * sample_recorder.TOKENS,
+                           "entropies": [10.12] * sample_recorder.TOKENS}  # yapf: disable
+    size = sum(len(json.dumps(line)) + 4 * sample_recorder.CHARACTERS for line in (training, held_out))
+    assert (sample_recorder.RECORDS + 2) * size < 20e6, "with every token's advantage its own"

@@ -51,6 +51,15 @@ def test_the_phases_add_up_to_the_step():
                                                      "rest": 0.25}  # yapf: disable
 
 
+def test_an_environment_has_columns_of_turns_calls_and_waiting():
+    header, row = StepTable(160).lines(1,
+                                       RL | {"env/turns/mean": 2.25, "env/calls/mean": 1.5, "env/wait_s/mean": 0.125})
+    names, values = (line.replace("step s", "step_s").replace("wait s", "wait_s").split() for line in (header, row))
+    shown = dict(zip(names, values))
+    assert (shown["turns"], shown["calls"], shown["wait_s"]) == ("2.2", "1.5", "0.12") and "turns" not in \
+        StepTable(160).lines(1, RL)[0]
+
+
 def test_the_header_comes_again_every_so_often_and_with_a_new_column():
     table = StepTable(120)
     counts = [len(table.lines(step, RL)) for step in range(1, HEADER_EVERY + 2)]
