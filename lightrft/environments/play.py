@@ -216,6 +216,7 @@ class Player:
         turn = TurnOfPolicy(text, calls, message or {"role": "assistant", "content": text}, play.turns, room, cut,
                             response)  # yapf: disable
         play.messages.append({"role": "assistant", "content": text})
+        play.parsed += [message] if message else []
         play.turns, play.calls = play.turns + 1, play.calls + len(calls)
         if play.failure:
             return None

@@ -16,6 +16,7 @@ from lightrft.inference.row_files import Row, RowFiles
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import turns_of
 from lightrft.trainer.samples import decode, reward_input, sample_seed
+from lightrft.trainer.scores import trajectory
 from lightrft.types import Episode, Prompt
 from lightrft.utils.play import Play
 from lightrft.utils.progress import progress
@@ -164,8 +165,6 @@ class BatchGenerator:
             found |= {"prompt": prompt.messages or prompt.text, **self.media.of(prompt.media)}
             found |= {name: value for name, value in given.items() if value}
         if sample.play is not None:
-            found |= {
-                "messages": [*prompt.messages, *sample.play.messages], "play": asdict(replace(sample.play, asked=None))
-            }
+            found |= trajectory(sample) | {"play": asdict(replace(sample.play, asked=None, parsed=[]))}
         facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
         return found | {name: value for name, value in facts.items() if value not in (None, "")}

@@ -14,6 +14,7 @@ from lightrft.inference.row_files import Row
 from lightrft.utils.errors import UserError
 
 Counts = Counter[str]
+PLAY, TURNS = "play", "messages"  # columns of a response of an environment: what that did, and the whole chat
 MEDIA = "prompt"  # column of the messages of a prompt with media, which training reads in place of ``input``
 
 
@@ -48,7 +49,7 @@ def rejection_sampling(rows: list[Row], counts: Counts, keep_truncated: bool = F
         chosen = max(group, key=lambda row: row["reward"])  # the first of equals
         counts["ties for the best response"] += sum(row["reward"] == chosen["reward"] for row in group) > 1
         kept: Row = {name: chosen[name] for name in ("output", "reward", "finish_reason") if name in chosen}
-        best.append(_of_input(chosen, kept))
+        best.append(_of_turns(chosen, kept) if PLAY in chosen else _of_input(chosen, kept))
     return best
 
 
@@ -60,6 +61,9 @@ def conditional_sft(rows: list[Row], counts: Counts, template: str, wish: str = 
     """
     found = []
     for row in (row for group in _groups(rows, counts) for row in group):
+        if PLAY in row:
+            raise UserError("--post_processor csft: writes the reward into the text of a prompt, and the responses are "
+                            "chats of several turns; use rs or iter_dpo")
         if MEDIA in row:
             raise UserError("--post_processor csft: writes the reward after the text of a prompt, and the prompts are "
                             "chats, with media or without the template of a model; use rs or iter_dpo, or name the "
@@ -82,8 +86,8 @@ def preference_pairs(rows: list[Row], counts: Counts, min_gap: float = 0.0) -> l
                                                  "rewards closer than --min_reward_gap")] += 1  # yapf: disable
             continue
         pairs.append(_of_prompt(best, {
-            "chosen": best["output"], "chosen_reward": best["reward"],
-            "rejected": worst["output"], "rejected_reward": worst["reward"]}))  # yapf: disable
+            "chosen": _answer(best), "chosen_reward": best["reward"],
+            "rejected": _answer(worst), "rejected_reward": worst["reward"]}))  # yapf: disable
     return pairs
 
 
@@ -100,6 +104,9 @@ def post_process(name: str, rows: list[Row], template: str, wish: str = "", keep
     Raises:
         UserError: no row is left.
     """
+    if any(turn["role"] == "environment" for row in rows if PLAY in row for turn in row[TURNS]):
+        raise UserError(f"--post_processor {name}: the environment of the responses writes text, with marks of a "
+                        "template, which is no message of a chat. Use an environment that answers with messages")
     counts = Counts()
     processors: dict[str, Callable[[], list[Row]]] = {
         "rs": lambda: rejection_sampling(rows, counts, keep_truncated),
@@ -130,6 +137,17 @@ def _groups(rows: Iterable[Row], counts: Counts) -> Iterable[list[Row]]:
     return [list(group.values()) for group in groups.values()]
 
 
+def _answer(row: Row) -> Any:
+    """Return a response; one of several turns as messages."""
+    return row[TURNS][-len(row[PLAY]["messages"]):] if PLAY in row else row["output"]
+
+
+def _of_turns(row: Row, values: Row) -> Row:
+    """Return a chat for SFT, which learns the turns of the policy alone, with ``values`` but for the text of it."""
+    tools = {"tools": row["tools"]} if row.get("tools") else {}
+    return {TURNS: row[TURNS], **tools, **{name: value for name, value in values.items() if name != "output"}}
+
+
 def _of_input(row: Row, values: Row) -> Row:
     """Return the columns of a prompt for SFT, with ``values``."""
     return {"input": row["input"], **_media(row), **values}
@@ -137,6 +155,9 @@ def _of_input(row: Row, values: Row) -> Row:
 
 def _of_prompt(row: Row, values: Row) -> Row:
     """Return the columns of a prompt for preferences, with ``values``."""
+    if PLAY in row:
+        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        return {"prompt": row[TURNS][:-len(row[PLAY]["messages"])], **tools, **values}
     return {"prompt": row["input"], **_media(row), **values}
 
 

@@ -126,8 +126,8 @@ def test_who_wrote_a_token_and_the_rewards_of_turns_are_marked(tab):
     colors = [
         token.evaluate("each => getComputedStyle(each).backgroundColor") for token in shown.locator(".token").all()
     ]
-    assert colors == ["rgba(140, 80, 200, 0.25)", *["rgba(0, 0, 0, 0)"] * 2, "rgba(140, 80, 200, 0.125)",
-                      "rgba(140, 80, 200, 0.75)"]  # yapf: disable
+    assert colors == ["rgba(0, 140, 125, 0.25)", *["rgba(0, 0, 0, 0)"] * 2, "rgba(0, 140, 125, 0.125)",
+                      "rgba(0, 140, 125, 0.75)"]  # yapf: disable
     assert "3 nats and above" in tab.locator("#scale").inner_text()
 
 

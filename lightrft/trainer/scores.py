@@ -8,13 +8,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.base import Advantage
-from lightrft.datasets.records import prefill_of
+from lightrft.datasets.records import Message, prefill_of
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Batch, Episode
 from lightrft.types.fields import numbers_of
-from lightrft.utils.play import BETWEEN
+from lightrft.utils.play import BETWEEN, Play
 from lightrft.utils.score import Score
 
 Steps = list[tuple[int, float]]  # where each step ends, and its reward
@@ -29,8 +29,37 @@ def log_row(episode: Episode) -> dict[str, Any]:
            "prompt": prompt.text, "response": episode.text, "reference": prompt.reference}  # yapf: disable
     if episode.greedy is not None:
         row["greedy_reward"], row["greedy_length"] = episode.greedy
-    further = {"steps": episode.steps, "fault": score.fault, "numbers": numbers_of(episode)}
+    further = {"steps": episode.steps, "fault": score.fault, "numbers": numbers_of(episode)} | trajectory(episode)
     return row | {name: value for name, value in further.items() if value}
+
+
+def trajectory(episode: Episode) -> dict[str, Any]:
+    """Return a response of an environment as messages for other tools, with the schemas of its tools, and what the
+    environment did; nothing of others."""
+    play = episode.play
+    if play is None:
+        return {}
+    facts = {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s, "ended": play.failure or play.limit,
+             "metrics": play.metrics}  # yapf: disable
+    tools = episode.prompt.template_kwargs.get("tools")
+    return {"messages": _chat(episode, play), **({"tools": tools} if tools else {}),
+            "environment": {name: value for name, value in facts.items() if value}}  # yapf: disable
+
+
+def _chat(episode: Episode, play: Play) -> list[Message]:
+    """Return prompt and response as messages. Calls of tools are in ``tool_calls``, ``content`` is the rest of a turn,
+    and turns that the environment has rewarded have a ``reward``."""
+    asked, begun = episode.prompt.messages, prefill_of(episode.prompt.messages)
+    chat = asked[:-1] if begun is not None else [*asked] or [{"role": "user", "content": episode.prompt.text}]
+    rewards, parsed = dict(play.rewards), iter(play.parsed)
+    ends = iter([stop - 1 for drawn, _, stop in episode.runs if drawn])
+    for turn in play.messages:
+        if turn["role"] == "assistant":
+            turn, reward = next(parsed, turn), rewards.get(next(ends))
+            turn = turn | {"content": (begun or "") + (turn["content"] or "")}
+            turn, begun = turn if reward is None else turn | {"reward": reward}, None
+        chat.append(turn)
+    return chat
 
 
 def fill_rewards(batch: Batch, episodes: list[Episode], estimator: Advantage, ranks: Ranks = HERE) -> dict[str, float]:

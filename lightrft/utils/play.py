@@ -12,6 +12,8 @@ class Play:
 
     Attributes:
         messages: turns with their roles, those of the policy as it drew them.
+        parsed: the turns of the policy as chat messages, whose thoughts and calls of tools are apart; empty where the
+            environment reads text.
         rewards: of turns: the index in the sequence of the last token that the policy drew in the turn, and the reward.
         failure: cause for which the environment gave no answer; the response is left unscored then.
         limit: cause that ended the response early without a fault.
@@ -22,6 +24,7 @@ class Play:
         asked: messages, text and tokens of the prompt before the environment added to it; None: it added nothing.
     """
     messages: list[dict[str, Any]] = field(default_factory=list)
+    parsed: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     failure: str = ""
     limit: str = ""
