@@ -20,8 +20,11 @@ _OUTSIDE = {
     "plan_gpus": "on the command line --dry_run --plan_gpus 8xH100, from Python .plan(gpus=\"8xH100\")",
 }  # names that the command line has beside the options
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: a fifth of the time; some builds lack it
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
-class _Loader(yaml.SafeLoader):
+
+class _Loader(_LOADER):
     """Refuses a key that is given twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -165,7 +168,7 @@ def to_yaml(config: Any, plugins: list[str] | None = None) -> str:
     document: dict[str, Any] = {"plugin": list(plugins)} if plugins else {}
     for group in groups(type(config)):
         document[group] = dict(vars(vars(config)[group]))
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(document, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=110)
 
 
 def save_config(config: Any, path: str | Path, plugins: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ launcher names the methods in its log by all modules of the process, of which th
 import os
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from tempfile import TemporaryDirectory
 
 import torch
@@ -19,6 +19,7 @@ from lightrft.config.tree import options
 from lightrft.models.config_json import media_kinds
 from lightrft.strategy.deepspeed.deepspeed_strategy import import_deepspeed
 from lightrft.tests.support import growth, tiny
+from lightrft.utils.env import frozen_objects
 
 growth.watch()
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
@@ -36,3 +37,5 @@ if torch.get_num_threads() == 1:
         _config.architectures, _config.dtype = ["Qwen2ForCausalLM"], "float32"
         _config.save_pretrained(_folder)
         media_kinds(_folder)
+FREEZES = ExitStack()  # a run in a fork counts no frozen objects, which takes it 60 ms
+FREEZES.enter_context(frozen_objects())
