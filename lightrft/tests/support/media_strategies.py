@@ -39,7 +39,8 @@ RIGS = {
     "tiles": FAMILIES["llava_onevision"], "hears": SOUNDS["qwen2_audio"],
     "does both": FAMILIES["qwen2_5_omni_thinker"], "bare": FAMILIES["gemma3"]
 }  # yapf: disable
-STEPS = {"mixed": 10}  # of those that are compared with one process; other data differ in the first ones
+STEPS = {"mixed": 5}  # of those that are compared with one process; other data differ in the first ones, and ten steps
+# of every strategy are compared in strategy_conformance
 OF_RIG = {"hears": ("media", "mixed"), "tiles": ("mixed", )}  # text alone: one tower that it does not use is enough
 KINDS = {"kinds": [(0, 5), (7, 1)]}  # picture and videos; sound and text
 MICRO_BATCHES, ROWS = 4, 2  # of a step; those with all rows of the data
@@ -124,7 +125,7 @@ def same_gradients(case: MediaCase, **options) -> None:
     assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm_of(expected), rel=RELATIVE)
 
 
-def same_steps(case: MediaCase, steps: int = 10) -> None:
+def same_steps(case: MediaCase, steps: int = STEPS["mixed"]) -> None:
     """Loss and gradients of the first of several steps, the norms of all, and the weights after them."""
 
     def more(twin: MediaCase, prepared: Prepared) -> tuple[list[float], dict[str, Tensor]]:
@@ -172,7 +173,7 @@ def unread_towers_stay(case: MediaCase) -> None:
     blind = replace(case, data="text", blind=True)
     prepared = blind.prepare()
     before = blind.weights(prepared)
-    blind.train(prepared, range(2))
+    blind.train(prepared, range(2), count=ROWS)
     tower = [name for name in before if "visual" in name or "tower" in name]
     after, expected = blind.weights(prepared), alone(blind, "blind", lambda twin: trained_weights(twin, 2))
     assert tower and blind.spec.options.l2
@@ -182,22 +183,22 @@ def unread_towers_stay(case: MediaCase) -> None:
 
 def trained_weights(case: MediaCase, steps: int) -> dict[str, Tensor]:
     prepared = case.prepare()
-    case.train(prepared, range(steps))
+    case.train(prepared, range(steps), count=ROWS)
     return case.weights(prepared)
 
 
 def resumes_bitwise(case: MediaCase) -> None:
     """Save, go on, load into a fresh model, go on; the model is offloaded and reloaded in between."""
     prepared, strategy = case.prepare(), case.strategy
-    case.train(prepared, range(2))
+    case.train(prepared, range(2), count=ROWS)
     manager = CheckpointManager(strategy, case.folder / "resume", asynchronous=False)
     assert manager.save(2, {"actor": prepared}, {}, {}, {})
     strategy.offload(prepared)
     strategy.reload(prepared)
-    norms = case.train(prepared, range(2, 4))
+    norms = case.train(prepared, range(2, 4), count=ROWS)
     fresh = case.prepare()
     manager.load(manager.latest(), {"actor": fresh})
-    assert case.train(fresh, range(2, 4)) == norms
+    assert case.train(fresh, range(2, 4), count=ROWS) == norms
     assert_same(case.state(fresh), case.state(prepared))
 
 
@@ -205,11 +206,11 @@ def rounds_alike(case: MediaCase) -> None:
     """In bfloat16 the norms are those of one process, and a tower computes in it too."""
     low = MediaCase(get_strategy(case.strategy.cfg, bf16=True), case.folder, rig=case.rig)
     low.strategy.setup()
-    norms = alone(low, "bf16", lambda twin: twin.train(twin.prepare(), range(2)), bf16=True)
+    norms = alone(low, "bf16", lambda twin: twin.train(twin.prepare(), range(2), count=ROWS), bf16=True)
     prepared, seen = low.prepare(), set()
     for block in transformer_blocks(prepared.model):
         block.register_forward_hook(lambda _module, _inputs, out: seen.add(out.dtype))
-    assert low.train(prepared, range(2)) == pytest.approx(norms, rel=1e-3)
+    assert low.train(prepared, range(2), count=ROWS) == pytest.approx(norms, rel=1e-3)
     assert seen == {torch.bfloat16}
 
 
@@ -229,14 +230,14 @@ def recomputes(case: MediaCase) -> None:
 def features_are_kept(case: MediaCase, words: list[str]) -> None:
     """Of a frozen tower, which ranks run together where it is divided: those that lack no features too."""
     frozen = {"freeze_prefix": words}
-    expected = alone(case, "frozen", lambda twin: twin.train(twin.prepare(**frozen), range(3)))
+    expected = alone(case, "frozen", lambda twin: twin.train(twin.prepare(**frozen), range(3), count=ROWS))
     kept = replace(case, cache=FeatureCache(64))
     prepared, passes = kept.prepare(**frozen), []
     tower = case.rig.actor.modality.family.towers[case.rig.source.kinds[0]]
     tower.module(prepared.model.hf_model).register_forward_hook(lambda *_: passes.append(1))
-    norms = kept.train(prepared, range(1))
+    norms = kept.train(prepared, range(1), count=ROWS)
     first = len(passes)
-    norms += kept.train(prepared, range(1, 3))
+    norms += kept.train(prepared, range(1, 3), count=ROWS)
     assert norms == pytest.approx(expected, rel=RELATIVE)
     world, unique = case.strategy.world_size, [{key for row in rows for key in case.rig.keys[row]}
                                                for rows in DATA[case.data]]

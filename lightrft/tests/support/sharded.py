@@ -1,25 +1,50 @@
 """Tensors whose parts lie on several ranks, put together."""
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.sharding import sharded_axes, shards
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, put together from the ranks' parts; a collective. ``DTensor.full_tensor`` gathers without
-    waiting at once, and under gloo ranks have ended in it by SIGSEGV and SIGABRT."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    parts = [tensor.detach().to_local()]
+    """The whole tensor; a collective."""
+    return wholes({"": tensor})[""]
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor put together from the ranks' parts, which all travel at once; a collective.
+
+    ``DTensor.full_tensor`` gathers without waiting at once, and under gloo ranks have ended in it by SIGSEGV and
+    SIGABRT.
+    """
+    divided: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, DTensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            divided[tensor.device_mesh, tuple(sharded_axes(tensor))][name] = tensor
+    result = dict(tensors)
+    for (mesh, axes), some in divided.items():
+        result |= _gathered(mesh, axes, some)
+    return result
+
+
+def _gathered(mesh: DeviceMesh, axes: tuple[int, ...], tensors: dict[str, DTensor]) -> dict[str, Tensor]:
+    parts: list[Any] = [[tensor.detach().to_local() for tensor in tensors.values()]]  # of one rank, then of more
+    for axis in reversed(axes):
+        replies: list[Any] = [None] * mesh.size(axis)
+        dist.all_gather_object(replies, parts, group=mesh.get_group(axis))
+        parts = [part for reply in replies for part in reply]
+    return {name: _joined(tensor, [part[index] for part in parts])
+            for index, (name, tensor) in enumerate(tensors.items())}  # yapf: disable
+
+
+def _joined(tensor: DTensor, parts: Sequence[Tensor]) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=parts[0].device)
-    for axis in reversed(sharded_axes(tensor)):
-        found: list[Any] = [None] * tensor.device_mesh.size(axis)
-        dist.all_gather_object(found, parts, group=tensor.device_mesh.get_group(axis))
-        parts = [part for some in found for part in some]
     for part, blocks in zip(parts, shards(tensor), strict=True):
         for block in blocks:
             whole[block.whole] = part[block.shard]

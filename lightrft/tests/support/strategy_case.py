@@ -1,6 +1,7 @@
 """One strategy under test, and what its checks read."""
 import gc
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lightrft.strategy.deepspeed.deepspeed_strategy import DeepspeedStrategy, im
 from lightrft.strategy.deepspeed.partitions import ZeroOptimizer
 from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.sharding import full_shape
-from lightrft.tests.support.sharded import full
+from lightrft.tests.support.sharded import wholes
 from lightrft.tests.support.tiny_lm import MICRO_BATCHES, SPEC, TinyLM, loss_of, share
 
 
@@ -56,7 +57,14 @@ class Case:
         return {name: value.clone() for name, value in self.strategy.full_params(prepared.model)}
 
     def state(self, prepared: Prepared) -> dict[str, Tensor]:
-        return {name: full(value).clone() for name, value in self.strategy.state_dict(prepared).items()}
+        return {name: value.clone() for name, value in wholes(self.strategy.state_dict(prepared)).items()}
+
+    @cached_property
+    def four_steps(self) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+        """Norms of four steps that nothing disturbs, and the states after two of them and after all."""
+        prepared = self.prepare()
+        first, at_2 = self.train(prepared, range(2)), self.state(prepared)
+        return first + self.train(prepared, range(2, 4)), at_2, self.state(prepared)
 
 
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], atol: float = 0.0) -> None:
@@ -70,7 +78,7 @@ def whole_gradients(strategy: StrategyBase, prepared: Prepared) -> dict[str, Ten
     """Every gradient, put together from the ranks' parts; a collective."""
     if not isinstance(prepared.optimizer, ZeroOptimizer):
         named = prepared.model.named_parameters()
-        return {name: full(param.grad) for name, param in named if param.grad is not None}
+        return wholes({name: param.grad for name, param in named if param.grad is not None})
     parts, slices, found = strategy.gradients(prepared), prepared.optimizer.partitions.slices, {}
     for name, shape in shapes(prepared).items():
         if name not in slices:  # frozen

@@ -3,6 +3,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from lightrft.tests.support.other_optimizers import other_optimizers
 from lightrft.tests.support.recomputed_gradients import recomputed_gradients_are_the_same
 from lightrft.tests.support.strategy_case import (Case, assert_same, communicates_at_the_end, freeze_imports,
                                                   whole_gradients)
-from lightrft.tests.support.tiny_lm import MICRO_BATCHES, Reference, TinyLM, loss_of, micro_batch, placed
+from lightrft.tests.support.tiny_lm import (expected_gradients, expected_steps, loss_of, MAX_NORMS, micro_batch,
+                                            MICRO_BATCHES, placed, Reference, TinyLM)
 from lightrft.tests.support.unread_weights import unread_weights_stay
 
 CHECKS: dict[str, Callable[["Case"], None]] = {}
@@ -60,13 +62,11 @@ def collectives(case: Case) -> None:
 def gradients(case: Case) -> None:
     """Sums over micro-batches and ranks; three micro-batches on two ranks need a padded one."""
     for count in (MICRO_BATCHES, 3):
-        prepared, reference = case.prepare(), Reference(case.strategy.device)
+        prepared, expected = case.prepare(), expected_gradients(case.strategy.device, count)
         case.backward(prepared, 0, count)
-        reference.backward(0, count)
-        expected = dict(reference.model.named_parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in expected.values()])
+        norm = torch.nn.utils.get_total_norm(list(expected.values()))
         for name, gradient in whole_gradients(case.strategy, prepared).items():
-            error = (gradient - expected[name].grad).norm() / norm
+            error = (gradient - expected[name]).norm() / norm
             assert error < 1e-6, f"gradient of {name} is off by {error}"
         assert case.strategy.global_norm(prepared, case.strategy.gradients(prepared)) == pytest.approx(norm)
         assert case.strategy.optimizer_step(prepared, 0.0) == pytest.approx(norm.item(), rel=1e-6)
@@ -74,50 +74,43 @@ def gradients(case: Case) -> None:
 
 @check
 def ten_steps(case: Case) -> None:
-    """Norms, clipping (on, and off at 0), weights and rates after ten steps."""
-    for max_norm in (0.5, 0.0):
-        prepared, reference = case.prepare(tied=False), Reference(case.strategy.device, tied=False)
-        norms = case.train(prepared, range(10), max_norm)
-        expected = []
-        for step in range(10):
-            reference.backward(step)
-            expected.append(reference.step(max_norm))
-        assert min(norms) > 0.5, "the test does not clip"
-        assert norms == pytest.approx(expected, rel=1e-5)
-        assert_same(case.weights(prepared), reference.weights(), atol=2e-5)
-        assert prepared.scheduler.get_last_lr() == reference.scheduler.get_last_lr()
+    """Norms, clipping (on, and off at 0, in turn), weights and rates after ten steps."""
+    prepared, (expected, reference) = case.prepare(tied=False), expected_steps(case.strategy.device)
+    norms = [case.train(prepared, range(step, step + 1), max_norm)[0] for step, max_norm in enumerate(MAX_NORMS)]
+    assert min(norms) > 0.5, "the test does not clip"
+    assert norms == pytest.approx(expected, rel=1e-5)
+    assert_same(case.weights(prepared), reference.weights(), atol=2e-5)
+    assert prepared.scheduler.get_last_lr() == reference.scheduler.get_last_lr()
 
 
 @check
 def bad_step_changes_nothing(case: Case) -> None:
     """One rank's loss is NaN or infinite in one micro-batch: every rank skips, and the next step is as if nothing
     was."""
-    prepared, twin, last = case.prepare(), case.prepare(), case.strategy.world_size - 1
+    prepared, last, (_, at_2, at_4) = case.prepare(), case.strategy.world_size - 1, case.four_steps
     case.train(prepared, range(2))
-    case.train(twin, range(2))
-    before, rate = case.state(prepared), prepared.scheduler.get_last_lr()
+    rate = prepared.scheduler.get_last_lr()
     for bad in (float("nan"), float("inf")):
         case.backward(prepared, 2, scale=bad if case.strategy.rank == last else 1.0)
         norm = case.strategy.optimizer_step(prepared, 1.0)
         assert not torch.isfinite(torch.tensor(norm)), norm
-        assert_same(case.state(prepared), before)
+        assert_same(case.state(prepared), at_2)
         assert prepared.scheduler.get_last_lr() == rate
     case.train(prepared, range(2, 4))
-    case.train(twin, range(2, 4))
-    assert_same(case.state(prepared), case.state(twin))
+    assert_same(case.state(prepared), at_4)
 
 
 @check
 def abandoned_step_leaves_nothing(case: Case) -> None:
     """Gradients of a first micro-batch are dropped, after a forward pass without a backward pass."""
-    prepared, twin = case.prepare(), case.prepare()
+    prepared, (norms, at_2, _) = case.prepare(), case.four_steps
     batch = micro_batch(7, 0, case.strategy.device)
     case.strategy.backward(loss_of(prepared.model, batch), prepared, last=False)
     loss_of(prepared.model, batch)
     case.strategy.discard_gradients(prepared)
     assert all(param.grad is None for param in prepared.model.parameters())
-    assert case.train(prepared, range(2)) == case.train(twin, range(2))
-    assert_same(case.weights(prepared), case.weights(twin))
+    assert case.train(prepared, range(2)) == norms[:2]
+    assert_same(case.state(prepared), at_2)
 
 
 @check
@@ -173,9 +166,8 @@ def full_params(case: Case) -> None:
 @check
 def offload_and_reload(case: Case) -> None:
     """Weights and moments are in host memory while offloaded; with --adam_offload, moments stay. Nothing changes."""
-    prepared, twin, strategy = case.prepare(), case.prepare(), case.strategy
+    prepared, strategy, (norms, _, at_4) = case.prepare(), case.strategy, case.four_steps
     case.train(prepared, range(2))
-    case.train(twin, range(2))
     strategy.offload(prepared)
     states = prepared.optimizer.state.values()
     assert states and all(state["exp_avg"].device.type == "cpu" for state in states)
@@ -185,8 +177,8 @@ def offload_and_reload(case: Case) -> None:
     assert all(param.device.type == on for param in prepared.model.parameters())
     rest = "cpu" if strategy.cfg.adam_offload else on
     assert all(state["exp_avg_sq"].device.type == rest for state in states)
-    assert case.train(prepared, range(2, 4)) == case.train(twin, range(2, 4))
-    assert_same(case.state(prepared), case.state(twin))
+    assert case.train(prepared, range(2, 4)) == norms[2:]
+    assert_same(case.state(prepared), at_4)
 
 
 @check
@@ -284,14 +276,18 @@ def full_disk_keeps_the_previous(case: Case) -> None:
         assert manager.save(1, {"actor": prepared}, {}, {}, {}), "a save after a failed one"
 
 
+@cache
+def norms_in_bf16() -> list[float]:
+    """Norms of three steps of a single process with bf16."""
+    alone = Case(SingleProcessStrategy(StrategyConfig(), bf16=True), Path())
+    return alone.train(alone.prepare(tied=False), range(3), 0.0)
+
+
 def bf16_computes_low_and_keeps_float32(case: Case) -> None:
     """Not part of CHECKS: needs a strategy with bf16. The numbers are those of a single process with bf16; offloaded
     weights return, and a loaded state is computed with."""
     prepared, strategy = case.prepare(tied=False), case.strategy
-    norms, alone = case.train(prepared, range(3), 0.0), Case(SingleProcessStrategy(strategy.cfg, bf16=True),
-                                                             case.folder)
-    twin = alone.prepare(tied=False)
-    assert norms == pytest.approx(alone.train(twin, range(3), 0.0), rel=1e-3)
+    assert case.train(prepared, range(3), 0.0) == pytest.approx(norms_in_bf16(), rel=1e-3)
     assert all(value.dtype == torch.float32 for value in case.weights(prepared).values())
     assert all(state["exp_avg"].dtype == torch.float32 for state in prepared.optimizer.state.values())
     strategy.offload(prepared)

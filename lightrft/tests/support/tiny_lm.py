@@ -1,6 +1,7 @@
 """A tiny wrapped HF model, its data, and plain-PyTorch training to compare strategies with."""
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightrft.strategy.sharding import ParamSlice
 SPEC = OptimSpec(1e-3, OptimConfig(adam_betas=[0.9, 0.95], l2=0.1), lambda step: min(1.0, (step + 1) / 4))
 EIGHT_BIT = replace(SPEC, options=replace(SPEC.options, optim="adamw_8bit"))
 MICRO_BATCHES = 4
+MAX_NORMS = [0.5, 0.0] * 5  # of ten steps
 VOCAB = 65  # odd, as is the width of the MLP: shards of unequal size
 
 
@@ -102,3 +104,21 @@ class Reference:
     def weights(self) -> dict[str, Tensor]:
         """The weights under the names that a strategy exports."""
         return dict(self.model.export_params((name, param.detach()) for name, param in self.model.named_parameters()))
+
+
+@cache
+def expected_gradients(device: torch.device, count: int) -> dict[str, Tensor]:
+    """Gradients of the first ``count`` micro-batches in plain PyTorch."""
+    reference = Reference(device)
+    reference.backward(0, count)
+    return {name: param.grad for name, param in reference.model.named_parameters() if param.grad is not None}
+
+
+@cache
+def expected_steps(device: torch.device) -> tuple[list[float], Reference]:
+    """Norms of ten steps in plain PyTorch, and what they have trained."""
+    reference, norms = Reference(device, tied=False), []
+    for step, max_norm in enumerate(MAX_NORMS):
+        reference.backward(step)
+        norms.append(reference.step(max_norm))
+    return norms, reference
