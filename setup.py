@@ -26,6 +26,7 @@ EXTRAS = {
     "bitsandbytes": ["bitsandbytes>=0.50,<0.51"],
     "vl": ["pillow>=12", "torchvision"],
     "agents": ["renderers>=0.1.12,<0.2; python_version >= '3.11'"],
+    "reasoning": ["reasoning-gym>=0.1.19,<0.2"],
     "audio": ["soxr>=1.0,<1.2", "soundfile>=0.13,<0.15"],
     "video": ["av>=16,<19"],
     "wandb": ["wandb>=0.19,<1"],

@@ -97,9 +97,9 @@ class PromptConfig(RenderingConfig):
 @dataclass
 class PromptDataConfig(PromptConfig):
     """Sources of the prompts, and the conversion of a row to a prompt."""
-    prompt_data: list[str] = option([], "prompts: file, folder or hub id, 'path@data_dir'; several are mixed",
-                                    common=True, card="training data", path="rows",
-                                    required="give a file, folder or hub id of the data")
+    prompt_data: list[str] = option(
+        [], "prompts: file, folder or hub id, 'path@data_dir', or reasoning_gym:NAME?size=500; several are mixed",
+        common=True, card="training data", path="rows", required="give a file, folder or hub id of the data")
     prompt_data_probs: list[float] = option([], "mixing probability of each --prompt_data entry (default: concatenate)",
                                             within=PROBABILITY, needs="prompt_data A,B")
     prompt_split: str = option("train", "split of --prompt_data to use")

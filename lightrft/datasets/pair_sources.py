@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightrft.datasets.records import missing
-from lightrft.datasets.rows import DataError, load_rows, Row, Rows
+from lightrft.datasets.rows import DataError, has_no_file, load_rows, Row, Rows
 from lightrft.utils.logging import warn_of_all
 from lightrft.utils.registry import Registry
 
@@ -41,7 +41,7 @@ def parse_source(spec: str) -> tuple[str, str]:
         UserError: no such source.
     """
     found = re.fullmatch(r"([A-Za-z][\w.-]+):((?!//).+)", spec, re.DOTALL)
-    if found is None or found[1] == "memory" or Path(spec).expanduser().exists():
+    if found is None or has_no_file(spec) or Path(spec).expanduser().exists():
         return "", spec
     PAIR_SOURCES.get(found[1])
     return found[1], found[2]

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from lightrft.datasets import reasoning_gym
 from lightrft.datasets.folders import check_rows, files_of_split, PACKINGS, saved_split
 from lightrft.datasets.plain_values import PLAIN, plain_row
 from lightrft.datasets.row_formats import as_row, DataError, READERS, Row
@@ -132,13 +133,18 @@ def _picture(picture: Image.Image) -> Any:
         return about
 
 
+def has_no_file(spec: str) -> bool:
+    """Return True for an entry whose rows are in memory, or are made when they are read."""
+    return spec.startswith(("memory:", reasoning_gym.PREFIX))
+
+
 def load_rows(spec: str, split: str = "train") -> Rows:
     """Read one ``--prompt_data`` entry.
 
     Args:
         spec: a parquet, json, jsonl, csv or arrow file, a folder that ``save_to_disk`` wrote, a folder of such files
             named after their split, or a hub id; ``path@data_dir`` picks a folder inside. Or a result of
-            :func:`hold_rows`.
+            :func:`hold_rows`, or ``reasoning_gym:NAME?size=500``.
         split: the split to read; a single file is read whole.
 
     Raises:
@@ -149,6 +155,9 @@ def load_rows(spec: str, split: str = "train") -> Rows:
     local = Path(path).expanduser()
     if spec in _IN_MEMORY:
         rows = Rows(_IN_MEMORY[spec], [(spec, len(_IN_MEMORY[spec]))])
+    elif spec.startswith(reasoning_gym.PREFIX):
+        made = reasoning_gym.reasoning_gym_rows(spec, split)
+        rows = Rows(made, [(spec, len(made))])
     elif spec.startswith("memory:"):
         raise DataError(f"{spec}: rows of a Python program, which are not in a file. Start that program again, or name "
                         "a file")

@@ -26,7 +26,7 @@ from lightrft.datasets.preferences import find_pairs
 from lightrft.datasets.prompts_dataset import load_specs
 from lightrft.datasets.records import to_records
 from lightrft.datasets.rendering import BareRenderer
-from lightrft.datasets.rows import Rows
+from lightrft.datasets.rows import has_no_file, Rows
 from lightrft.datasets.sft_dataset import demonstrations, Learning
 from lightrft.datasets.steps import find_solutions
 from lightrft.datasets.suites import load_suite, parse_suite
@@ -82,7 +82,7 @@ def _read(cfg: DataConfig, split: str, read: Reader) -> int:
 
 def is_here(entry: str) -> bool:
     """Return True if the rows of an entry of the data are in memory, or on this machine."""
-    return entry.startswith("memory:") or _path(entry).exists()
+    return has_no_file(entry) or _path(entry).exists()
 
 
 def _path(entry: str) -> Path:
@@ -90,7 +90,7 @@ def _path(entry: str) -> Path:
 
 
 def _bytes(entry: str) -> int:
-    files = [_path(entry), *_path(entry).rglob("*")] if not entry.startswith("memory:") else []
+    files = [_path(entry), *_path(entry).rglob("*")] if not has_no_file(entry) else []
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

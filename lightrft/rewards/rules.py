@@ -9,9 +9,10 @@ import logging
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from lightrft.rewards.base import Outcome, Reward, RewardInput, REWARDS
+from lightrft.rewards.reasoning_gym import reasoning_gym
 from lightrft.rewards.references import accepted_answers, FIELDS, REFERENCE_FORM, ReferenceFormError, written_value
 from lightrft.utils.marked_answers import boxed_answers, extract_answer
 
@@ -167,6 +168,8 @@ def _each(score: Fast) -> Reward:
 for _name, _score in FAST.items():
     REWARDS.register(_name)(_each(_score))
 
+# has the signature of a function in a reward file, so it runs in a worker
+REWARDS.register("reasoning_gym")(cast(Reward, reasoning_gym))
 REWARDS.register("environment")(lambda batch: [environment_score(item).value for item in batch])
 
 _CHOICE = re.compile(r"^\W*([A-Za-z])(?![A-Za-z])")  # the letter that a final answer begins with

@@ -187,6 +187,7 @@ RECIPES: dict[str, RewardRecipe] = {
     "suite/aime25": _MATH,
     "suite/gpqa": [("choice", 1.0)],
     "suite/gsm8k": _MATH,
+    "reasoning_gym_rule": [("reasoning_gym", 1.0)],
 }
 """Label or data source -> [(reward part, weight)]. Plugins may add entries."""
 

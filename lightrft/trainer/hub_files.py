@@ -6,7 +6,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.config.shared_schema import Tree
 from lightrft.config.tree import flatten, options
 from lightrft.datasets.pair_sources import parse_source
-from lightrft.datasets.rows import fetch_entry, fetch_hub
+from lightrft.datasets.rows import fetch_entry, fetch_hub, has_no_file
 from lightrft.datasets.suites import parse_suite, SUITES
 from lightrft.rewards.spec import parse_models
 from lightrft.strategy.base import StrategyBase
@@ -49,7 +49,7 @@ def _fetch(models: list[str], entries: list[str], suites: list[str]) -> bool:
 
 
 def _on_hub(name: str) -> bool:
-    return not looks_local(name) and not name.startswith("memory:") and not Path(name).exists()
+    return not looks_local(name) and not has_no_file(name) and not Path(name).exists()
 
 
 def _models(config: Tree) -> list[str]:
