@@ -1,10 +1,13 @@
 """Environments that are written for other trainers, recognised by the names of their methods."""
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lightrft.environments.base import Info, Message, Step, Task, Turn
+from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
+from lightrft.environments.interop import called, number, numbers, parameters, row_of, taken
 from lightrft.environments.tools import ToolBox, ToolEnvironment
+from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlTools
 
 
 class Adapter(NamedTuple):
@@ -22,24 +25,6 @@ def adapter_of(cls: type) -> Adapter | None:
 
 def _has(*methods: str) -> Callable[[type], bool]:
     return lambda cls: all(callable(getattr(cls, method, None)) for method in methods)
-
-
-def _parameters(cls: type, method: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a method without the object itself."""
-    parameters = dict(inspect.signature(getattr(cls, method)).parameters)
-    parameters.pop("self", None)
-    return parameters
-
-
-async def awaited(value: Any) -> Any:
-    """Return a value, or that of an awaitable."""
-    return await value if inspect.isawaitable(value) else value
-
-
-def _row(prompt: Task) -> dict[str, Any]:
-    """Return the columns of a row with its prompt, as TRL passes them."""
-    return prompt.columns | {"prompt": prompt.messages or prompt.text, "reference": prompt.reference,
-                             "data_source": prompt.data_source, "label": prompt.label}  # yapf: disable
 
 
 def _native(cls: type) -> Adapter:
@@ -74,15 +59,13 @@ class MethodTools(ToolEnvironment):
 
     async def reset(self, prompt: Task, seed: int) -> Any:
         """Pass the row as keywords; a text is a message of the user."""
-        row, parameters = _row(prompt), _parameters(type(self.inner), "reset")
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        return await awaited(self.inner.reset(**{key: row[key] for key in row if takes_all or key in parameters}))
+        return await called(self.inner.reset, **taken(self.inner.reset, row_of(prompt)))
 
     async def step(self, turn: Turn) -> Step:
         """Answer the calls; the last turn has the reward of ``get_reward``."""
         step = await super().step(turn)
         if step.done and hasattr(self.inner, "get_reward"):
-            step.reward = await awaited(self.inner.get_reward())
+            step.reward = await called(self.inner.get_reward)
         return step
 
 
@@ -106,56 +89,57 @@ class AgentInstance:
     async def reset(self, prompt: Task, seed: int) -> None:
         """Begin with the text of the prompt; the marks of its template are there already."""
         self.label = prompt.label if prompt.reference is None else prompt.reference
-        states = await awaited(self.inner.reset({"observation": prompt.text, "label": self.label}))
+        states = await called(self.inner.reset, {"observation": prompt.text, "label": self.label})
         self.observation = (states or {}).get("observation", prompt.text)
 
     async def step(self, turn: Turn) -> Step:
         """Pass the action; the feedback is appended as it is."""
         states = {"observation_text": self.observation, "action_text": turn.text, "label": self.label,
                   "sampling_params": None}  # yapf: disable
-        answer = await awaited(self.inner.step(states))
+        answer = await called(self.inner.step, states)
         feedback = answer.get("environment_feedback") or ""
         self.observation += turn.text + feedback
         logs = {key: float(value) for key, value in (answer.get("extra_logs") or {}).items()}
-        return Step(text=feedback or None, reward=_number(answer.get("rewards")), metrics=logs,
+        return Step(text=feedback or None, reward=number(answer.get("rewards")), metrics=logs,
                     done=bool(answer.get("done", not feedback)))  # yapf: disable
-
-
-def _number(value: Any) -> float | None:
-    """Return a number, also of a tensor with one value or of a list of one."""
-    if value is None:
-        return None
-    value = value.item() if hasattr(value, "item") else value
-    return float(value[0] if isinstance(value, (list, tuple)) else value)
 
 
 class GymText:
     """SkyRL-Gym: ``init(prompt) -> (messages, info)``, ``step(text)`` returns observations, reward, done and metadata.
+
+    A constructor may take ``env_config``, and ``extras``: the row, with ``reward_spec.ground_truth``.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, cls: Callable[..., Any]) -> None:
+        self.cls = cls
+        self.inner: Any = None
 
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
-        """Return the messages that ``init`` adds to those of the prompt."""
-        messages, _ = await awaited(self.inner.init(prompt.messages))
+        """Make the environment of the row, and return the messages that ``init`` adds to those of the prompt."""
+        extras = {"reward_spec": {"ground_truth": prompt.reference}} | row_of(prompt)
+        self.inner = self.cls(**taken(self.cls, {"env_config": {}, "extras": extras}))
+        messages, _ = await called(self.inner.init, prompt.messages)
         return list(messages)[len(prompt.messages):]
 
     async def step(self, turn: Turn) -> Step:
         """Pass the text of a turn."""
-        answer = await awaited(self.inner.step(turn.text))
-        return Step(list(answer["observations"]), _number(answer.get("reward")), bool(answer["done"]),
-                    {key: float(value) for key, value in (answer.get("metadata") or {}).items()
-                     if isinstance(value, (int, float))})  # yapf: disable
+        answer = await called(self.inner.step, turn.text)
+        return Step(list(answer["observations"]), number(answer.get("reward")), bool(answer["done"]),
+                    numbers(answer.get("metadata")))  # yapf: disable
 
     async def close(self) -> None:
         """Close the inner environment."""
         if hasattr(self.inner, "close"):
-            await awaited(self.inner.close())
+            await called(self.inner.close)
 
 
 def _wrapped(kind: str, adapter: type, writes_marks: bool = False) -> Callable[[type], Adapter]:
     return lambda cls: Adapter(lambda: adapter(cls()), Info(kind, writes_marks=writes_marks))
+
+
+def _made_per_row(kind: str, adapter: Callable[[Any], Any]) -> Callable[[type], Adapter]:
+    """Return the adapter of classes whose objects are made of a row."""
+    return lambda cls: Adapter(lambda: adapter(cls), Info(kind))
 
 
 def _of_methods(cls: type) -> Adapter:
@@ -164,21 +148,43 @@ def _of_methods(cls: type) -> Adapter:
 
 
 def _is_native(cls: type) -> bool:
-    return _has("reset", "step")(cls) and "seed" in _parameters(cls, "reset") and "turn" in _parameters(cls, "step")
+    return _has("reset", "step")(cls) and "seed" in parameters(cls, "reset") and "turn" in parameters(cls, "step")
 
 
 def _is_agent(cls: type) -> bool:
-    return _has("reset", "step")(cls) and "states" in _parameters(cls, "step")
+    return _has("reset", "step")(cls) and "states" in parameters(cls, "step")
+
+
+def _is_swift(cls: type) -> bool:
+    return _has("reset", "step")(cls) and "env_config" in inspect.signature(cls).parameters
+
+
+def verl_tools(tools: Sequence[Any]) -> Adapter:
+    """Return the adapter of tools of verl, which are objects."""
+    box = VerlToolBox(tools)
+    return Adapter(lambda: VerlTools(box), Info("verl tools", tuple(box.schemas)))
+
+
+def _verl_interaction(cls: type) -> Adapter:
+    interaction = cls(**taken(cls, {"config": {}}))
+    return Adapter(lambda: VerlInteraction(interaction), Info("verl interaction"))
 
 
 def _has_tools(cls: type) -> bool:
     return _has("reset")(cls) and not hasattr(cls, "step") and bool(_tool_names(cls))
 
 
+is_verl_tool = _has("create", "execute", "calc_reward", "release")
 _KINDS: list[tuple[Callable[[type], bool], Callable[[type], Adapter]]] = [
     (_is_native, _native),
     (_has("turn"), _wrapped("turn", TurnEnvironment, writes_marks=True)),
     (_is_agent, _wrapped("AgentInstance", AgentInstance, writes_marks=True)),
-    (_has("init", "step"), _wrapped("skyrl", GymText)),
+    (_has("init", "step"), _made_per_row("skyrl", GymText)),
+    (is_verl_tool, lambda cls: verl_tools([made(cls)])),
+    (_has("start_interaction", "generate_response"), _verl_interaction),
+    (_has("reset", "step", "act"), _wrapped("gymnasium", GymnasiumGame)),
+    (_has("reset", "step", "get_observation"), _wrapped("textarena", TextArenaGame)),
+    (_has("reset", "step", "from_dict"), _made_per_row("rllm", RllmGame)),
+    (_is_swift, _made_per_row("ms-swift gym", SwiftGym)),
     (_has_tools, _of_methods),
 ]

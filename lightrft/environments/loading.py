@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightrft.environments.adapters import adapter_of
+from lightrft.environments.adapters import adapter_of, is_verl_tool, verl_tools
 from lightrft.environments.base import EnvironmentSpec, Info
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.utils.errors import CaptureException, UserError
@@ -42,6 +42,8 @@ def load(spec: EnvironmentSpec) -> tuple[Factory, Info]:
         adapter = adapter_of(made)
         if adapter is not None:
             return adapter.factory, adapter.info
+    if isinstance(made, (list, tuple)) and made and all(is_verl_tool(type(tool)) for tool in made):
+        return verl_tools(made)
     tools = [made] if inspect.isfunction(made) else list(made) if isinstance(made, (list, tuple)) else []
     if tools and all(map(callable, tools)):
         box = ToolBox(tools)
@@ -58,7 +60,7 @@ def _in_file(path: Path, name: str) -> Any:
             raise UserError(f"--environment {path}: the file has no {name!r}; it has {', '.join(_own(module))}")
         return values[name]
     fitting = [value for value in _own(module).values() if inspect.isclass(value) and adapter_of(value) is not None]
-    if not fitting and isinstance(values.get("tools"), (list, tuple)):
+    if isinstance(values.get("tools"), (list, tuple)) and all(map(is_verl_tool, fitting)):
         return values["tools"]
     if len(fitting) != 1:
         raise UserError(f"--environment {path}: {len(fitting)} of its classes are environments "

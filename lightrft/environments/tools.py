@@ -2,8 +2,9 @@
 import asyncio
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
 from lightrft.utils.errors import CaptureException, first_line, UserError
@@ -24,6 +25,14 @@ def schema_of(tool: Tool) -> dict[str, Any]:
                     "Remedy: a type hint for each argument, and a docstring whose section Args describes each")
 
 
+class Answered(NamedTuple):
+    """What a call gives: a text, whether the call was right, and the reward and metrics of tools that have some."""
+    text: str
+    right: bool
+    reward: float | None = None
+    metrics: Mapping[str, float] = {}
+
+
 class ToolBox:
     """Functions by name, with their schemas; these are read from the functions unless they are given."""
 
@@ -33,18 +42,19 @@ class ToolBox:
         if len(self.tools) < len(tools):
             raise UserError(f"two tools have the same name: {', '.join(s['function']['name'] for s in self.schemas)}")
 
-    async def answer(self, call: ToolCall) -> tuple[str, bool]:
-        """Return what a call gives, and False if the call was wrong."""
-        problem = call.error or self._problem(call)
-        if problem:
-            return f"Error: {problem}", False
+    async def answer(self, call: ToolCall) -> Answered:
+        """Make a call; a wrong one is told what is wrong."""
+        if problem := self.problem(call):
+            return Answered(f"Error: {problem}", False)
         tool = self.tools[call.name]
         if inspect.iscoroutinefunction(tool):
-            return _text(await tool(**call.arguments)), True
-        return _text(await asyncio.to_thread(tool, **call.arguments)), True
+            return Answered(_text(await tool(**call.arguments)), True)
+        return Answered(_text(await asyncio.to_thread(tool, **call.arguments)), True)
 
-    def _problem(self, call: ToolCall) -> str:
-        """Say what is wrong with a call: an unknown name, or arguments that the function does not take."""
+    def problem(self, call: ToolCall) -> str:
+        """Say what is wrong with a call: no call, an unknown name, or arguments that the function does not take."""
+        if call.error:
+            return call.error
         if call.name not in self.tools:
             return f"there is no tool {call.name!r}; the tools are {', '.join(self.tools)}"
         schema = next(one["function"] for one in self.schemas if one["function"]["name"] == call.name)["parameters"]
@@ -109,7 +119,15 @@ class ToolEnvironment:
         """Answer the calls of a turn at once, in their order."""
         if not turn.calls or turn.cut:
             return Step(done=True)
-        answers = await asyncio.gather(*map(self.box.answer, turn.calls))
-        messages: list[Message] = [{"role": "tool", "name": call.name, "content": text}
-                                   for call, (text, _) in zip(turn.calls, answers)]  # yapf: disable
-        return Step(messages, metrics={"wrong_calls": sum(not right for _, right in answers)})
+        answers = await asyncio.gather(*map(self.answer, turn.calls))
+        messages: list[Message] = [{"role": "tool", "name": call.name, "content": answer.text}
+                                   for call, answer in zip(turn.calls, answers)]  # yapf: disable
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        metrics = Counter[str]({"wrong_calls": sum(not answer.right for answer in answers)})
+        for answer in answers:
+            metrics.update(answer.metrics)
+        return Step(messages, sum(rewards) if rewards else None, metrics=dict(metrics))
+
+    async def answer(self, call: ToolCall) -> Answered:
+        """Answer one call."""
+        return await self.box.answer(call)

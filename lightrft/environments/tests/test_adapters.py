@@ -1,8 +1,17 @@
 """Environments that were written for other trainers, played as their users wrote them."""
 import asyncio
+from dataclasses import replace
+from inspect import isawaitable
+from pathlib import Path
+
+import pytest
 
 from lightrft.environments.adapters import adapter_of
-from lightrft.environments.base import Task, ToolCall, Turn
+from lightrft.environments.base import EnvironmentSpec, Task, ToolCall, Turn
+from lightrft.environments.loading import load
+from lightrft.tests.support import foreign_environments as foreign
+
+ROOT = Path(__file__).parents[3]
 
 TASK = Task("u", "<|im_start|>user\nsum", [{"role": "user", "content": "sum"}], reference="3",
             columns={"difficulty": 2})
@@ -53,16 +62,21 @@ class Text:
                 "metadata": {"n": 1, "word": "x"}}  # yapf: disable
 
 
-def play(cls, *turns):
+def play(cls, *turns, columns=None):
     """What a class says to turns."""
-    adapter = adapter_of(cls)
+    adapter, task = adapter_of(cls), TASK if columns is None else replace(TASK, columns=columns)
 
     async def played():
         environment = adapter.factory()
-        opened = environment.reset(TASK, 1)
-        return [
-            await opened if asyncio.iscoroutine(opened) else opened, *[await environment.step(turn) for turn in turns]
-        ]
+
+        async def call(method, *arguments):
+            answer = getattr(environment, method)(*arguments)
+            return await answer if isawaitable(answer) else answer
+
+        answers = [await call("reset", task, 1), *[await call("step", turn) for turn in turns]]
+        if hasattr(environment, "close"):
+            await call("close")
+        return answers
 
     return adapter.info, *asyncio.run(played())
 
@@ -98,3 +112,66 @@ def test_a_text_environment():
 
 def test_what_has_no_known_interface():
     assert adapter_of(dict) is None and adapter_of(type("Bare", (), {})) is None
+
+
+def test_an_environment_of_skyrl_gym_gets_its_row():
+    pytest.importorskip("skyrl_gym")
+    info, opened, wrong, right = play(foreign.Problem, Turn("#### 4"), Turn("#### 3"))
+    assert info.kind == "skyrl" and opened == [] and (wrong.reward, right.reward, right.done) == (0.0, 1.0, True)
+
+
+def test_a_tool_of_verl_has_an_instance_of_the_row():
+    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
+    turns = [Turn("", (ToolCall("check", {"answer": "3"}), ToolCall("check", {"answer": "4"}))),
+             Turn("", (ToolCall("check", {"answer": 3}), )), Turn("3")]  # yapf: disable
+    info, opened, first, wrong, last = play(foreign.VerlTool, *turns, columns=row)
+    assert opened is None and [tool["function"]["name"] for tool in info.tools] == ["check"]
+    assert [message["content"] for message in first.messages] == ["right: True", "right: False"]
+    assert first.reward == 0.25 and first.metrics == {"wrong_calls": 0, "checked": 2.0}
+    assert wrong.messages[0]["content"].startswith("Error: the argument answer of check is 3")
+    assert last.done and last.reward == 1.0
+
+
+def test_tools_of_verl_in_a_list_are_tools(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import sys\nsys.path.append({str(ROOT)!r})\nfrom lightrft.tests.support import "
+                    "foreign_environments\n\n\nclass Check(foreign_environments.VerlTool):\n    pass\n\n\n"
+                    "tools = [Check({}, None)]\n")  # yapf: disable
+    made, info = load(EnvironmentSpec(str(file)))
+    assert info.kind == "verl tools" and made().box.tools.keys() == {"check"}
+
+
+def test_an_interaction_of_verl_answers_as_a_user():
+    row = {"extra_info": {"interaction_kwargs": {"name": "sums", "ground_truth": "3"}}}
+    _, opened, first, last = play(foreign.VerlInteraction, Turn("4"), Turn("3"), columns=row)
+    assert opened is None and first.messages == "Wrong, after 2 messages." and first.metrics == {"asked": 1.0}
+    assert (first.reward, first.done, last.reward, last.done) == (0.0, False, 1.0, True)
+
+
+def test_a_gym_of_ms_swift():
+    _, opened, first, last = play(foreign.SwiftEnv, Turn("4"), Turn("go"),
+                                  columns={"extra_info": {"env_config": {"start": "go"}}})
+    assert [message["content"] for message in opened] == ["Play.", "1 message, 3"]
+    assert first.messages == '{"messages": 4}' and (first.reward, last.done, first.metrics) == (0.5, True, {"n": 2.0})
+
+
+def test_an_environment_of_rllm_is_made_of_the_row():
+    _, opened, first, last = play(foreign.RllmEnv, Turn("4"), Turn("3"))
+    assert opened == "" and (first.messages, first.reward, last.reward, last.done) == ("again", 0.0, 1.0, True)
+
+
+def test_a_game_of_gymnasium():
+    pytest.importorskip("gymnasium")
+    way = ["down", "fly", "down", "right", "right", "down", "right"]
+    info, opened, first, no_action, *_, last = play(foreign.Lake, *map(Turn, way))
+    assert info.kind == "gymnasium" and opened.splitlines()[0] == "SFFF" and "\x1b" not in first.messages
+    assert "(Down)" in first.messages and no_action.metrics == {"wrong_actions": 1.0} and not no_action.done
+    assert (last.reward, last.done, last.metrics) == (1.0, True, {"wrong_actions": 0.0})
+
+
+def test_a_game_of_textarena():
+    pytest.importorskip("textarena")
+    info, opened, *steps = play(foreign.Guess, *[Turn(f"[{number}]") for number in range(1, 21)])
+    assert info.kind == "textarena" and "guess" in opened.lower()
+    assert opened not in steps[0].messages and "[1]" not in steps[1].messages
+    assert steps[-1].done and all(step.reward is None for step in steps if not step.done)

@@ -1,0 +1,139 @@
+"""Games that read an action and show what they see: gymnasium, textarena, the Gym of ms-swift, rLLM."""
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lightrft.environments.base import Message, Step, Task, Turn
+from lightrft.environments.interop import called, extra_info, number, numbers, row_of
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours of a terminal
+
+
+class GymnasiumGame:
+    """A ``gymnasium.Env`` or ``Wrapper`` with ``act(text)``: it returns the action that a text means, or None.
+
+    What the policy reads is what ``render()`` writes with the render mode "ansi", else the observation as text; an
+    optional ``observe(observation)`` writes another text.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def reset(self, prompt: Task, seed: int) -> str:
+        """Begin with the seed; return the first observation."""
+        observation, _ = self.inner.reset(seed=seed)
+        return self._shown(observation)
+
+    def step(self, turn: Turn) -> Step:
+        """Pass the action of a turn. A text that means none is told, and costs a turn."""
+        action = self.inner.act(turn.text)
+        if action is None:
+            return Step("This is no action.", 0.0, metrics={"wrong_actions": 1.0})
+        observation, reward, terminated, truncated, _ = self.inner.step(action)
+        return Step(self._shown(observation), number(reward), bool(terminated or truncated),
+                    {"wrong_actions": 0.0})  # yapf: disable
+
+    def close(self) -> None:
+        """Close the game."""
+        self.inner.close()
+
+    def _shown(self, observation: Any) -> str:
+        if hasattr(self.inner, "observe"):
+            return str(self.inner.observe(observation))
+        shown = self.inner.render() if getattr(self.inner, "render_mode", None) == "ansi" else observation
+        return _ANSI.sub("", str(shown)).strip()
+
+
+class TextArenaGame:
+    """A game of textarena for one player: its reward comes when it ends, and after a turn that was cut.
+
+    ``get_observation`` returns all texts so far; the policy reads what is new.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.seen = inner, ""
+
+    def reset(self, prompt: Task, seed: int) -> str:
+        """Begin with the seed; return the rules."""
+        self.inner.reset(num_players=1, seed=seed)
+        return self._new()
+
+    def step(self, turn: Turn) -> Step:
+        """Pass the text of a turn."""
+        if not turn.cut and not self.inner.step(action=turn.text)[0]:
+            return Step(self._new())
+        rewards, _ = self.inner.close()
+        return Step(reward=number((rewards or {}).get(0, 0.0)), done=True)
+
+    def _new(self) -> str:
+        _, text = self.inner.get_observation()
+        new, self.seen = text[len(self.seen):] if text.startswith(self.seen) else text, text
+        return new.strip()
+
+
+class SwiftGym:
+    """The Gym of ms-swift: ``reset(config) -> (text, info, system message)``, ``step(messages) -> (text, reward, done,
+    info)``. ``config`` has ``messages`` and ``data_dict``, and the constructor takes ``extra_info.env_config``."""
+
+    def __init__(self, cls: Callable[..., Any]) -> None:
+        self.cls, self.messages = cls, list[Message]()
+        self.inner: Any = None
+
+    async def reset(self, prompt: Task, seed: int) -> list[Message]:
+        """Make the environment of the row; its messages follow those of the prompt."""
+        self.inner = self.cls(extra_info(prompt).get("env_config") or {})
+        text, _, system = await called(self.inner.reset, SwiftRequest(prompt.messages, row_of(prompt)))
+        opened = [{"role": "system", "content": system}] if system else []
+        opened += [{"role": "user", "content": text}] if text else []
+        self.messages = [*prompt.messages, *opened]
+        return opened
+
+    async def step(self, turn: Turn) -> Step:
+        """Pass all messages; a dict or a list that it shows is written as JSON."""
+        self.messages.append({"role": "assistant", "content": turn.text})
+        text, reward, done, info = await called(self.inner.step, self.messages)
+        self.messages.append({"role": "user", "content": shown(text)})
+        return Step(shown(text), number(reward), bool(done), numbers(info))
+
+    async def close(self) -> None:
+        """Close the inner environment."""
+        if hasattr(self.inner, "close"):
+            await called(self.inner.close)
+
+
+class SwiftRequest:
+    """What ``reset`` of ms-swift reads of a ``RolloutInferRequest``."""
+
+    def __init__(self, messages: list[Message], data: dict[str, Any]) -> None:
+        self.messages, self.data_dict = [*messages], data
+
+
+class RllmGame:
+    """An environment of rLLM: ``from_dict(row)``, ``reset() -> (observation, info)``, ``step(text) -> (observation,
+    reward, done, info)``."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+        self.inner: Any = None
+
+    async def reset(self, prompt: Task, seed: int) -> str:
+        """Make the environment of the row; an observation that is a text follows the prompt, for others are the row."""
+        self.inner = self.cls.from_dict(row_of(prompt))
+        observation, _ = await called(self.inner.reset)
+        return observation if isinstance(observation, str) else ""
+
+    async def step(self, turn: Turn) -> Step:
+        """Pass the text of a turn."""
+        observation, reward, done, info = await called(self.inner.step, turn.text)
+        return Step(shown(observation), number(reward), bool(done), numbers(info))
+
+    async def close(self) -> None:
+        """Close the inner environment."""
+        if hasattr(self.inner, "close"):
+            await called(self.inner.close)
+
+
+def shown(observation: Any) -> str:
+    """Write an observation: a text as it is, anything else as JSON."""
+    return observation if isinstance(observation, str) else json.dumps(observation, default=str)

@@ -1,0 +1,53 @@
+"""Values and signatures of classes that are written for other trainers."""
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightrft.environments.base import Task
+
+
+async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a function, and wait for it without holding up other sessions: in a thread, unless it is ``async``."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **keywords)
+    value = await asyncio.to_thread(function, *arguments, **keywords)
+    return await value if inspect.isawaitable(value) else value
+
+
+def number(value: Any) -> float | None:
+    """Return a number, also of a tensor with one value or of a list of one."""
+    if value is None:
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    return float(value[0] if isinstance(value, (list, tuple)) else value)
+
+
+def numbers(values: Any) -> dict[str, float]:
+    """Return the numbers of a dict, as metrics."""
+    return {str(key): float(value) for key, value in (values or {}).items() if isinstance(value, (bool, int, float))}
+
+
+def parameters(cls: type, method: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a method without the object itself."""
+    found = dict(inspect.signature(getattr(cls, method)).parameters)
+    found.pop("self", None)
+    return found
+
+
+def taken(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that a function takes as keywords."""
+    known = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    return {name: value for name, value in values.items() if takes_all or name in known}
+
+
+def extra_info(prompt: Task) -> dict[str, Any]:
+    """Return the object in verl's column ``extra_info`` of a row."""
+    return prompt.columns.get("extra_info") or {}
+
+
+def row_of(prompt: Task) -> dict[str, Any]:
+    """Return the columns of a row with its prompt, as TRL passes them."""
+    return prompt.columns | {"prompt": prompt.messages or prompt.text, "reference": prompt.reference,
+                             "data_source": prompt.data_source, "label": prompt.label}  # yapf: disable
