@@ -18,8 +18,7 @@ from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.architectures import check_class, modality_of
 from lightrft.models.config_json import read_config, required
-from lightrft.models.cpu_linear import use_onednn
-from lightrft.models.cpu_norm import use_cpu_norms
+from lightrft.models.cpu_layers import use_cpu_norms, use_onednn
 from lightrft.models.freezing import freeze
 from lightrft.models.generation_config import replacement
 from lightrft.models.liger import apply_liger

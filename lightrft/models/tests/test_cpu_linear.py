@@ -9,28 +9,28 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.models import cpu_linear
-from lightrft.models.cpu_linear import CPULinear, packed_weights, use_onednn
+from lightrft.models import cpu_layers
+from lightrft.models.cpu_layers import CPULinear, packed_weights, use_onednn
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available(),
     reason="a GPU computes the layers, or another kind of CPU")
-VENDOR = cpu_linear._vendor
+VENDOR = cpu_layers._vendor
 
 
 @pytest.fixture(autouse=True)
 def another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(cpu_layers, "_vendor", lambda: "AuthenticAMD")
 
 
 def test_the_maker_of_the_cpu_is_known() -> None:
-    known = cpu_linear.Path("/proc/cpuinfo")
+    known = cpu_layers.Path("/proc/cpuinfo")
     assert not known.exists() or VENDOR() and f": {VENDOR()}\n" in known.read_text()
 
 
 def test_products_of_intels_cpus_are_those_of_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     for mkl, expected in ((True, nn.Linear), (False, CPULinear)):
-        monkeypatch.setattr(cpu_linear, "_vendor", lambda: "GenuineIntel")
+        monkeypatch.setattr(cpu_layers, "_vendor", lambda: "GenuineIntel")
         monkeypatch.setattr("torch.backends.mkl.is_available", lambda mkl=mkl: mkl)
         assert type(layers()[1]) is expected
 
@@ -106,27 +106,27 @@ def test_large_models_and_other_precisions_are_not_packed(monkeypatch: pytest.Mo
     half, single = layers(dtype=torch.bfloat16)[1], layers()[1]
     with packed_weights(half):
         assert half.packed is None
-    monkeypatch.setattr("lightrft.models.cpu_linear._PACKED_MOST", single.weight.nbytes - 1)
+    monkeypatch.setattr("lightrft.models.cpu_layers._PACKED_MOST", single.weight.nbytes - 1)
     with packed_weights(single):
         assert single.packed is None
 
 
 def test_few_kernels_are_kept_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = cpu_linear._CAPACITIES
+    one, other = cpu_layers._CAPACITIES
     monkeypatch.setenv(one, "7")
     monkeypatch.delenv(other, raising=False)
     seen = []
-    monkeypatch.setattr(cpu_linear, "_product", lambda *args: seen.append((os.environ[one], os.environ[other])))
+    monkeypatch.setattr(cpu_layers, "_product", lambda *args: seen.append((os.environ[one], os.environ[other])))
     use_onednn(nn.Linear(2, 2))
     assert seen == [("7", "128")] and os.environ[one] == "7" and other not in os.environ
 
 
 MEASURE = """
 import torch
-from lightrft.models import cpu_linear
-from lightrft.models.cpu_linear import _product, use_onednn
+from lightrft.models import cpu_layers
+from lightrft.models.cpu_layers import _product, use_onednn
 from lightrft.utils.env import used_memory_gib
-cpu_linear._vendor = lambda: "AuthenticAMD"
+cpu_layers._vendor = lambda: "AuthenticAMD"
 use_onednn(torch.nn.Linear(2, 2))
 weight, before = torch.randn(512, 128), used_memory_gib(torch.device("cpu"))
 for rows in range(100, 1100):

@@ -8,7 +8,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from lightrft.models.cpu_norm import use_cpu_norms
+from lightrft.models.cpu_layers import use_cpu_norms
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes the norms")
 
@@ -40,7 +40,7 @@ def test_output_and_gradients(family: type[nn.Module], shape: tuple[int, ...]) -
 
 
 def test_gradients_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightrft.models.cpu_norm import _RMSNorm
+    from lightrft.models.cpu_layers import _RMSNorm
     x, weight = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((3, 8), (8, )))
     assert torch.autograd.gradcheck(lambda x, w: _RMSNorm.apply(x, w, 1e-6), (x, weight))
 

@@ -17,7 +17,7 @@ from lightrft.config.engines import HF_CACHE_PART, HF_FUSED_PART, HF_KEPT_PART, 
 from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.cpu_linear import packed_weights, use_onednn
+from lightrft.models.cpu_layers import packed_weights, use_onednn
 from lightrft.models.rope import adapt, fixed_length, ropes
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
