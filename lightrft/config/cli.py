@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from lightrft.config.compat import ALIASES, grant_without, nearest, one_line_per_fact, refusal
 from lightrft.config.files import convert_options, plugins_of, read_options
 from lightrft.config.flags import add_tree
-from lightrft.config.help import Formatter, HELP, HelpAction
+from lightrft.config.help import HELP, HelpAction
 from lightrft.config.layers import Layer, resolve
 from lightrft.config.options import ConfigError
 from lightrft.config.plugins import import_plugins, listed, Plugins
@@ -85,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, Any]) -> _Parser:
     parser = _Parser(prog=prog, description=description or None, allow_abbrev=False, add_help=False,
-                     formatter_class=Formatter, usage="%(prog)s [--config FILE.yaml] [--option value ...]")
+                     usage="%(prog)s [--config FILE.yaml] [--option value ...]")
     parser.add_argument("-h", "--help", nargs="?", const="", action=HelpAction, tree=tree, defaults=defaults,
                         metavar="WHAT", help=HELP)
     parser.add_argument(

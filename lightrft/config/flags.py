@@ -158,8 +158,8 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _add(target: argparse._ArgumentGroup, option: Option, default: Any, quiet: bool) -> None:
-    """Add one option; with ``quiet`` a flag that is not given is absent from the namespace."""
-    shown, kept = _help(option, default), argparse.SUPPRESS if quiet else default
+    """Add one option; with ``quiet`` a flag that is not given is absent from the namespace, and has no help."""
+    shown, kept = (None, argparse.SUPPRESS) if quiet else (_help(option, default), default)
     parse = partial(convert_text, option)
     store: Any = "store" if quiet else _StoreWritten
     if option.kind is bool:
@@ -185,7 +185,8 @@ def add_tree(parser: argparse.ArgumentParser, tree: type, defaults: dict[str, An
 
     Args:
         defaults: values, by option name, that replace those of the tree.
-        quiet: options that are not given are absent from the namespace (else they hold their default).
+        quiet: options that are not given are absent from the namespace (else they hold their default), and have no
+            help text: that of a command is another parser's.
         skip: names that the parser already has.
     """
     for group, cls in groups(tree).items():

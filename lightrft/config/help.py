@@ -57,7 +57,7 @@ class HelpAction(argparse.Action):
         for action in parser._actions:
             if action.dest in RESERVED:
                 page._add_action(action)
-        add_tree(page, self.tree, self.defaults, quiet=True, skip=set(options(self.tree)) - shown)
+        add_tree(page, self.tree, self.defaults, quiet=False, skip=set(options(self.tree)) - shown)
         return page.format_help() + epilog
 
 
