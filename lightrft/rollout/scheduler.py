@@ -256,11 +256,12 @@ class Scheduler:
                 f"{type(self.engine).__name__} has ended none of {len(drawing)} responses in {self._idle} "
                 "rounds, which is more than their tokens: it draws none")
 
-    def _store(self, parts: Iterable[Generated]) -> tuple[dict[Key, Turn], list[Key]]:
+    def _store(self, parts: Sequence[Generated]) -> tuple[dict[Key, Turn], list[Key]]:
         """Append parts to their episodes; return those that have ended, without a next turn, and those that wait."""
         ended, stopped = dict[Key, Turn](), list[Key]()
-        for part in parts:
+        if parts:
             tick()
+        for part in parts:
             if (flight := self.flights.get(part.key)) is not None:
                 _check_part(part, flight)
                 for segment in part.segments:
