@@ -1,4 +1,4 @@
-"""Rounds of an engine whose library draws every part of a response as one request of its own."""
+"""Rounds of an engine whose library draws each part of a response as a separate request."""
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol

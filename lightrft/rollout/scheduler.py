@@ -63,8 +63,8 @@ Heard = Callable[[Round], bool | None]
 
 def generate(engine: SteppedEngine, episodes: Sequence[Episode], params: SamplingParams,
              next_turn: NextTurn | None = None, heard: Heard | None = None, hears_cuts: bool = False) -> None:
-    """Generate unfinished episodes to their end, beside those of other callers; a collective of the ranks that share
-    the engine.
+    """Generate unfinished episodes to their end, while those of other callers continue; a collective of the ranks that
+    share the engine.
 
     Args:
         next_turn: connects tools and environments. It gets the episodes of this rank that have just drawn a stop

@@ -26,21 +26,21 @@ def _encode(records: Iterable[Record]) -> Tensor:
 
 
 def _decode(numbers: list[int]) -> list[Record]:
-    records, rest = [], iter(numbers)
-    for count in rest:
-        lengths = list(islice(rest, count))
-        records.append([list(islice(rest, length)) for length in lengths])
+    records, stream = [], iter(numbers)
+    for count in stream:
+        lengths = list(islice(stream, count))
+        records.append([list(islice(stream, length)) for length in lengths])
     return records
 
 
 def _gather(records: Iterable[Record], group: dist.ProcessGroup) -> list[list[Record]]:
     """Gather the records of each rank of ``group`` (a CPU group). A collective of two all-gathers of tensors."""
-    mine, size = _encode(records), dist.get_world_size(group)
+    row, size = _encode(records), dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    dist.all_gather(lengths, torch.tensor([len(row)]), group=group)
     longest = max(int(length) for length in lengths)
     rows = [torch.zeros(longest, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=group)
+    dist.all_gather(rows, torch.cat([row, row.new_zeros(longest - len(row))]), group=group)
     return [_decode(row[:int(length)].tolist()) for row, length in zip(rows, lengths)]
 
 
@@ -53,7 +53,8 @@ def share_episodes(episodes: Sequence[Episode],
     if group is None:
         return episodes, range(len(episodes))
     records = _gather((_record(members) for members in prompt_groups(episodes)), group)
-    ranks = [[episode for record in part for episode in _episodes(rank, record)] for rank, part in enumerate(records)]
+    ranks = [[episode for record in groups for episode in _episodes(rank, record)]
+             for rank, groups in enumerate(records)]
     start = sum(map(len, ranks[:dist.get_rank(group)]))
     return [*chain.from_iterable(ranks)], range(start, start + len(episodes))
 
@@ -116,9 +117,9 @@ def tensor_of_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor
 
 
-def object_of_first(found: T, group: dist.ProcessGroup | None) -> T:
+def object_of_first(value: T, group: dist.ProcessGroup | None) -> T:
     """Broadcast the object of the first rank of ``group`` to all of them. A collective."""
-    box = [found]
+    box = [value]
     if group is not None:
         dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
@@ -134,8 +135,8 @@ def parts_of_first(parts: list[Generated], group: dist.ProcessGroup | None) -> l
         numbers += [len(role), *role, key.group, key.index, FINISH_REASONS.index(reason), len(segments)]
         for segment in segments:
             numbers += [segment.version, len(segment.token_ids), *segment.token_ids, *segment.logprobs]
-    rest = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
-    return [_part(int(length), rest) for length in rest]
+    stream = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
+    return [_part(int(length), stream) for length in stream]
 
 
 def _part(role_length: int, numbers: Iterator[float]) -> Generated:

@@ -20,16 +20,16 @@ from lightrft.types import Experience
 Plan = list[list[list[int]]]  # [rank][micro-batch] -> sample indices
 
 
-def karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
-    """Split indices of ``weights`` into ``parts`` lists of nearly equal sums (Karmarkar & Karp 1982, differencing).
+def karmarkar_karp(weights: list[int], count: int) -> list[list[int]]:
+    """Split indices of ``weights`` into ``count`` lists of nearly equal sums (Karmarkar & Karp 1982, differencing).
 
-    The result is deterministic and every list is sorted. Lists may be empty if there are fewer weights than parts.
+    The result is deterministic and every list is sorted. Lists may be empty if there are fewer weights than lists.
     """
-    if not weights or parts == 1:
-        return [list(range(len(weights))), *([] for _ in range(parts - 1))]
+    if not weights or count == 1:
+        return [list(range(len(weights))), *([] for _ in range(count - 1))]
     empty: list[int] = []
-    # sums are negative: the order of tuples is then that of the parts, the largest first
-    heap = [(-weight, order, [(-weight, [order]), *[(0, empty)] * (parts - 1)]) for order, weight in enumerate(weights)]
+    # sums are negative: the order of tuples is then that of the lists, the largest first
+    heap = [(-weight, order, [(-weight, [order]), *[(0, empty)] * (count - 1)]) for order, weight in enumerate(weights)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, order, left = heapq.heappop(heap)
@@ -99,37 +99,37 @@ def pass_cost(units: Iterable[list[int]], lens: list[int], shared: SharedWork | 
     return pass_tokens(units, lens, shared) + round(attention * pairs)
 
 
-def _divide(units: list[list[int]], lens: list[int], shared: SharedWork | None, parts: int,
+def _divide(units: list[list[int]], lens: list[int], shared: SharedWork | None, count: int,
             attention: float) -> list[list[list[int]]]:
-    """Divide units into ``parts`` lists of nearly equal cost."""
-    if parts == 1:
+    """Divide units into ``count`` lists of nearly equal cost."""
+    if count == 1:
         return [units]
     weights = [pass_cost([unit], lens, shared, attention) for unit in units]
-    return [[units[i] for i in part] for part in karmarkar_karp(weights, parts)]
+    return [[units[i] for i in share] for share in karmarkar_karp(weights, count)]
 
 
-def _fill(units: list[list[int]], weights: list[int], rows: int, parts: int) -> list[list[list[int]]]:
-    """Divide units into ``parts`` lists: the heaviest first, each to the lightest list with room among its ``rows``.
+def _fill(units: list[list[int]], weights: list[int], rows: int, count: int) -> list[list[list[int]]]:
+    """Divide units into ``count`` lists: the heaviest first, each to the lightest list with room among its ``rows``.
 
     0 rows: no limit. Where no list has room, one gets too many.
     """
-    heap, found, used = [(0, part) for part in range(parts)], [list[int]() for _ in range(parts)], [0] * parts
-    for index in sorted(range(len(units)), key=lambda each: -weights[each]):
+    heap, lists, used = [(0, number) for number in range(count)], [list[int]() for _ in range(count)], [0] * count
+    for index in sorted(range(len(units)), key=lambda unit: -weights[unit]):
         size, full = len(units[index]), []
-        while rows and len(heap) > 1 and found[heap[0][1]] and used[heap[0][1]] + size > rows:
+        while rows and len(heap) > 1 and lists[heap[0][1]] and used[heap[0][1]] + size > rows:
             full.append(heapq.heappop(heap))
-        weight, part = heap[0]
-        found[part].append(index)
-        used[part] += size
-        heapq.heapreplace(heap, (weight + weights[index], part))
-        for each in full:
-            heapq.heappush(heap, each)
-    return [[units[index] for index in sorted(part)] for part in found]
+        weight, number = heap[0]
+        lists[number].append(index)
+        used[number] += size
+        heapq.heapreplace(heap, (weight + weights[index], number))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return [[units[index] for index in sorted(members)] for members in lists]
 
 
 def _cut(units: list[list[int]], lens: list[int], shared: SharedWork | None, limits: MicroBatchLimits,
-         parts: int) -> list[list[list[int]]]:
-    """Return balanced parts (at least ``parts``) that respect the limits, as few as a short search finds.
+         count: int) -> list[list[list[int]]]:
+    """Return balanced lists (at least ``count``) that respect the limits, as few as a short search finds.
 
     Counts are tried in growing steps, then between the last two: a batch may need hundreds more than the first one. A
     larger count that does not fit may hide a smaller one that does; 1 in 300 random batches got a part more.
@@ -141,9 +141,9 @@ def _cut(units: list[list[int]], lens: list[int], shared: SharedWork | None, lim
         return all(limits.fit(part, lens, shared) for part in cut(count))
 
     step = 1
-    while not fits(parts + step - 1):
+    while not fits(count + step - 1):
         step *= 2
-    between = range(parts + step // 2, parts + step - 1)
+    between = range(count + step // 2, count + step - 1)
     return cut(between.start + bisect_left(between, True, key=fits))
 
 
@@ -312,8 +312,8 @@ class BatchPlan:
 
 def gathered(plans: Iterable[Plan], world: int) -> list[list[int]]:
     """Return the samples of each rank in all ``plans``, ascending."""
-    found: list[set[int]] = [set() for _ in range(world)]
+    of_ranks: list[set[int]] = [set() for _ in range(world)]
     for plan in plans:
-        for samples, parts in zip(found, plan):
-            samples.update(*parts)
-    return [sorted(samples) for samples in found]
+        for samples, micro_batches in zip(of_ranks, plan):
+            samples.update(*micro_batches)
+    return [sorted(samples) for samples in of_ranks]

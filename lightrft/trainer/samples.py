@@ -1,4 +1,4 @@
-"""What an episode needs on its way: its seed, the parameters of its sampling, its text, the input of its rewards."""
+"""Steps of an episode on its way: its seed, the parameters of its sampling, its text, the input of its rewards."""
 import hashlib
 from collections.abc import Iterable, Sequence
 

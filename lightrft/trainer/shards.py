@@ -1,4 +1,8 @@
-"""The rollout batch, divided over ranks: sequences move to the rank that trains them, and no rank holds all of them."""
+"""The rollout batch, divided over ranks: sequences move to the rank that trains them, and no rank holds all of them.
+
+A :class:`~lightrft.trainer.batch_plan.BatchPlan` says which rank trains what in which pass. It is computed from lengths
+alone, in trainers of fixed rows too, where nothing moves. This file holds the sequences, and moves them as plans say.
+"""
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +45,8 @@ class BatchRanks(Ranks):
     def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Implement :meth:`Ranks.columns`, by one gather of objects."""
         whole: dict[Any, Tensor] = {}
-        for index, found in self.strategy.all_gather_object((self.index, values)):
-            for key, value in found.items():
+        for index, columns in self.strategy.all_gather_object((self.index, values)):
+            for key, value in columns.items():
                 column = whole.setdefault(key, torch.full((self.size, ), torch.nan, dtype=torch.float64))
                 column[index] = value
         return whole
@@ -154,11 +158,10 @@ class Shards:
     def _received(self, wanted: Samples) -> Batch:
         """Return the sequences ``wanted[rank]`` of this rank, in ascending order, each from its owner."""
         rank = self.strategy.rank
-        parts = self.strategy.exchange([
-            self.exp.select([self._slots[number] for number in want if self.owner[number] == rank]) for want in wanted
-        ])
-        found = Batch.cat(parts)
-        return found.select(found.sample_ids.argsort().tolist())
+        sent = [self.exp.select([self._slots[number] for number in want if self.owner[number] == rank])
+                for want in wanted]  # yapf: disable
+        received = Batch.cat(self.strategy.exchange(sent))
+        return received.select(received.sample_ids.argsort().tolist())
 
     def slots(self, numbers: list[int]) -> list[int]:
         """Return the positions in ``held`` of the sequences ``numbers`` of the batch."""
@@ -170,11 +173,10 @@ class Shards:
 
     def collect(self, numbers: list[int]) -> Batch:
         """Return the sequences ``numbers``, in that order, on every rank. For a few: their memory is not divided."""
-        own = [number for number in numbers if self.owner[number] == self.strategy.rank]
-        parts = self.strategy.all_gather_object(self.exp.select([self._slots[number] for number in own]))
-        found = Batch.cat(parts)
-        slots = self._slots_of(found)
-        return found.select([slots[number] for number in numbers])
+        slots = [self._slots[number] for number in numbers if self.owner[number] == self.strategy.rank]
+        gathered = Batch.cat(self.strategy.all_gather_object(self.exp.select(slots)))
+        positions = self._slots_of(gathered)
+        return gathered.select([positions[number] for number in numbers])
 
     def batch(self) -> RolloutBatch:
         """Return the batch as advantages read it: tokens of this rank, samples of all; rewards are set later."""
@@ -193,15 +195,16 @@ class Shards:
     def count(self) -> None:
         """Count the tokens in the loss of every sample of the batch, in ``kept``, ``live`` and ``advantages``."""
         exp, mask, cu = self.exp, self.exp.loss_mask, self.exp.cu_seqlens
-        own = [segment_sum(mask, cu), segment_sum(mask & (exp.advantages != 0), cu),
-               segment_mean(exp.advantages, cu, mask)]  # yapf: disable
-        table = self.ranks.gather(torch.stack([each.double() for each in own], 1))
+        counts = [segment_sum(mask, cu), segment_sum(mask & (exp.advantages != 0), cu),
+                  segment_mean(exp.advantages, cu, mask)]  # yapf: disable
+        table = self.ranks.gather(torch.stack([column.double() for column in counts], 1))
         self.kept, self.live, self.advantages = table.unbind(1)
 
 
 def _fields_of_responses(exp: Batch) -> dict[Any, Tensor]:
     """Return the values [b] that the responses of ``exp`` have: fields by name, numbers by ("extra", name)."""
-    fields = {name: vars(exp)[name] for name, each in exp.declared().items() if each.axis == "B" and each.packed}
+    declared = exp.declared()
+    fields = {name: vars(exp)[name] for name, field in declared.items() if field.axis == "B" and field.packed}
     return fields | {("extra", name): values for name, values in exp.extra.items() if NUMBERS.get(name).axis == "B"}
 
 

@@ -169,14 +169,14 @@ class Batch:
     def _map(self, change: Callable[[Field, Any], Any]) -> "Batch":
         """Return a batch with ``change`` of every value that is set."""
         values = {
-            name: change(each,
-                         vars(self)[name]) for name, each in self.declared().items() if vars(self)[name] is not None
+            name: change(declared,
+                         vars(self)[name]) for name, declared in self.declared().items() if vars(self)[name] is not None
         }
         return replace(self, **values, extra={name: change(NUMBERS.get(name), v) for name, v in self.extra.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch with its tensors on ``device`` (media stay keys), and what the host knows of it."""
-        moved = self._map(lambda each, value: value if each.axis == "list" else upload(value, device))
+        moved = self._map(lambda declared, value: value if declared.axis == "list" else upload(value, device))
         vars(moved).update(lens=self.lens, actions=upload(self.actions, device), _host=self.host)
         return moved
 
@@ -197,27 +197,27 @@ class Batch:
             "T": lambda v: v[tokens], "B": lambda v: v[index], "cu": lambda v: cu, "list":
             lambda v: [v[i] for i in indices]
         }
-        return self._map(lambda each, value: pick[each.axis](value))
+        return self._map(lambda declared, value: pick[declared.axis](value))
 
-    def split(self, parts: list[list[int]]) -> list["Batch"]:
+    def split(self, groups: list[list[int]]) -> list["Batch"]:
         """Make one batch per list of sequence indices."""
-        return [self.select(part) for part in parts]
+        return [self.select(group) for group in groups]
 
     @classmethod
-    def cat(cls, parts: Sequence["Batch"]) -> "Batch":
-        """Join all sequences of ``parts`` in order. A field is set in all parts that have sequences, or in none; where
-        it is missing in some, they get the value that is declared for that.
+    def cat(cls, batches: Sequence["Batch"]) -> "Batch":
+        """Join all sequences of ``batches`` in order. A field is set in all batches that have sequences, or in none;
+        where it is missing in some, they get the value that is declared for that.
 
         Raises:
             ValueError: none is declared.
         """
-        parts = [part for part in parts if part.num_seqs] or parts[:1]
-        if len(parts) == 1:
-            return parts[0]
-        values = {name: _join(name, each, parts, [vars(part)[name] for part in parts])
-                  for name, each in cls.declared().items()}  # yapf: disable
-        names = dict.fromkeys(name for part in parts for name in part.extra)
-        extra = {name: _join(name, NUMBERS.get(name), parts, [part.extra.get(name) for part in parts])
+        batches = [batch for batch in batches if batch.num_seqs] or batches[:1]
+        if len(batches) == 1:
+            return batches[0]
+        values = {name: _join(name, declared, batches, [vars(batch)[name] for batch in batches])
+                  for name, declared in cls.declared().items()}  # yapf: disable
+        names = dict.fromkeys(name for batch in batches for name in batch.extra)
+        extra = {name: _join(name, NUMBERS.get(name), batches, [batch.extra.get(name) for batch in batches])
                  for name in names}  # yapf: disable
         return cls(**values, extra=extra)
 
@@ -236,22 +236,24 @@ class RolloutBatch(Batch):
 
     def local(self) -> Batch:
         """Return the sequences of this rank, with their own samples only."""
-        own = self._map(lambda each, value: self.ranks.own(value) if each.axis == "B" else value)
-        return Batch(**{f.name: vars(own)[f.name] for f in fields(Batch)})
+        local = self._map(lambda declared, value: self.ranks.own(value) if declared.axis == "B" else value)
+        return Batch(**{f.name: vars(local)[f.name] for f in fields(Batch)})
 
 
 def _boundaries(lens: Iterable[int]) -> Tensor:
     return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
 
 
-def _join(name: str, declared: Field, parts: Sequence[Batch], values: list[Any]) -> Any:
-    """Join the values of the field ``name`` of ``parts``; None where no part has it."""
-    given = [value for value in values if value is not None]
-    if not given:
+def _join(name: str, declared: Field, batches: Sequence[Batch], values: list[Any]) -> Any:
+    """Join the values of the field ``name`` of ``batches``; None where no batch has it."""
+    present = [value for value in values if value is not None]
+    if not present:
         return None
-    if len(given) < len(values):
+    if len(present) < len(values):
         if declared.missing is None:
             raise ValueError(f"cannot join batches: {name} is set in some parts only")
-        shape = given[0].shape[1:]
-        values = [declared.blank(part.count(declared), *shape) if v is None else v for part, v in zip(parts, values)]
+        shape = present[0].shape[1:]
+        values = [
+            declared.blank(batch.count(declared), *shape) if v is None else v for batch, v in zip(batches, values)
+        ]
     return declared.cat(values)

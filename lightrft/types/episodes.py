@@ -146,12 +146,12 @@ class Episode:
     @property
     def response_len(self) -> int:
         """Number of tokens after the prompt."""
-        return sum(len(each.token_ids) for each in self.segments)
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def drawn_len(self) -> int:
         """Number of tokens that the policy drew; an environment may have written others between them."""
-        return sum(len(each.token_ids) for each in self.segments if each.drawn)
+        return sum(len(segment.token_ids) for segment in self.segments if segment.drawn)
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +164,7 @@ class Episode:
         sequence."""
         runs, start = list[tuple[bool, int, int]](), self.prompt_len
         for drawn, segments in groupby(self.segments, key=attrgetter("drawn")):
-            stop = start + sum(len(each.token_ids) for each in segments)
+            stop = start + sum(len(segment.token_ids) for segment in segments)
             runs.append((drawn, start, stop))
             start = stop
         return runs
@@ -172,7 +172,7 @@ class Episode:
     @property
     def response_ids(self) -> list[int]:
         """Tokens after the prompt."""
-        return [*chain.from_iterable(each.token_ids for each in self.segments)]
+        return [*chain.from_iterable(segment.token_ids for segment in self.segments)]
 
     def columns(self) -> dict[str, Any]:
         """Return the fields of a batch that the episode has, by name: values, or lists with a value per token."""
@@ -198,21 +198,21 @@ class Episode:
     @property
     def loss_mask(self) -> list[bool]:
         """True on the tokens that the policy drew."""
-        return self._per_token(False, (each.drawn for each in self.segments))
+        return self._per_token(False, (segment.drawn for segment in self.segments))
 
     @property
     def weight_versions(self) -> list[int]:
         """Versions of the weights that drew each token; -1 on the others."""
-        return self._per_token(-1, (each.version for each in self.segments))
+        return self._per_token(-1, (segment.version for segment in self.segments))
 
     @property
     def logprobs(self) -> list[float]:
         """Log-probs of the engine; 0 on the tokens that the policy did not draw."""
-        return [0.0] * self.prompt_len + [*chain.from_iterable(each.logprobs for each in self.segments)]
+        return [0.0] * self.prompt_len + [*chain.from_iterable(segment.logprobs for segment in self.segments)]
 
     def _per_token(self, before: Any, values: Iterator[Any]) -> list[Any]:
         """Repeat a value per segment over its tokens, behind ``before`` on those of the prompt."""
-        runs = ([value] * len(each.token_ids) for value, each in zip(values, self.segments))
+        runs = ([value] * len(segment.token_ids) for value, segment in zip(values, self.segments))
         return [*[before] * self.prompt_len, *chain.from_iterable(runs)]
 
 

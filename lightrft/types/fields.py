@@ -73,8 +73,8 @@ class Field:
         """Read the number ``name`` from responses, sequences of ``lens`` tokens."""
         values = [self.read(name, response) for response in responses]
         if self.axis == "T":  # the first tokens may have none
-            lists = [each or [] for each in values]
-            values = [[self.missing] * (length - len(each)) + each for each, length in zip(lists, lens)]
+            lists = [value or [] for value in values]
+            values = [[self.missing] * (length - len(last)) + last for last, length in zip(lists, lens)]
         return self.pack(values)
 
     def cat(self, values: Sequence[Any]) -> Any:
@@ -169,5 +169,5 @@ def number(name: str, axis: str = "B", dtype: torch.dtype = torch.float32, missi
 def numbers_of(response: Episode) -> dict[str, float]:
     """Return the declared numbers that a response has."""
     declared = {name: NUMBERS.get(name) for name in NUMBERS}
-    values = {name: each.read(name, response) for name, each in declared.items() if each.axis == "B"}
+    values = {name: entry.read(name, response) for name, entry in declared.items() if entry.axis == "B"}
     return {name: float(value) for name, value in values.items() if value is not None}
