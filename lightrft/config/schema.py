@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from lightrft.config.engines import EngineConfig
+from lightrft.config.log_schema import LogConfig
 from lightrft.config.options import ANY, COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SHARE, option
 from lightrft.config.presets import RECIPES, SEMANTICS
 from lightrft.config.prompt_schema import HeldOutConfig, PromptDataConfig
 from lightrft.config.reward_schema import AccuracyConfig, RewardConfig
-from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, LogprobModelConfig, OptimConfig, SinkConfig,
+from lightrft.config.shared_schema import (BalanceConfig, CheckpointConfig, LogprobModelConfig, OptimConfig,
                                            StrategyConfig, Tree)
 from lightrft.config.tree import extended_in, group
 
@@ -308,23 +309,6 @@ class EvalConfig(AccuracyConfig):
 
 
 @dataclass
-class LogConfig(SinkConfig):
-    """Metrics, console output and saved rollouts."""
-    metric_aliases: str = option("none", "also write each metric under its name in another trainer",
-                                 ("none", "verl", "trl"))
-    save_trajectories: bool = option(False, "write the samples of every rollout to SAVE_PATH/rollouts/step_N.jsonl")
-    num_trajectories_to_save: int = option(64, "limit on samples per rollout file; 0: all", within=NON_NEGATIVE,
-                                           needs="save_trajectories")
-    print_samples: int = option(
-        0, "number of samples to print, and to log as a table to W&B, trackio and TensorBoard: held-out solutions "
-        "before the first step and after the last, and responses to training prompts (--print_steps)",
-        within=NON_NEGATIVE)
-    print_steps: int = option(
-        -1, "rollout steps between printed responses to training prompts; -1: only the first and the last step, and "
-        "only without held-out prompts; 0: never", within="[-1, inf)", needs="print_samples 2")
-
-
-@dataclass
 class Config(Tree):
     """The whole option tree of the RL trainer."""
     model: ModelConfig = group(ModelConfig)
@@ -378,6 +362,11 @@ class Config(Tree):
         together = self.shares_prompts and self.train.train_batch_size >= r.samples
         return (ceil(samples / size) if together else samples) * r.prompt_max_len + samples * r.generate_max_len
 
+    @property
+    def reads_entropies(self) -> bool:
+        """True if something reads the entropies of tokens before the update."""
+        return self.algorithm.high_entropy_token_ratio > 0 or self.log.mark_high_entropy_tokens
+
     def forward_passes(self, num_samples: int, critic: bool) -> list[str]:
         """List the no-grad passes over a rollout of ``num_samples`` samples before its update, in order.
 
@@ -390,7 +379,7 @@ class Config(Tree):
         a = self.algorithm
         again = self.train.max_epochs > 1 or num_samples > self.train.train_batch_size
         taught = self.model.teacher_model is not None
-        read = a.high_entropy_token_ratio > 0 or taught or a.init_kl_coef > 0 and not a.use_kl_loss
+        read = self.reads_entropies or taught or a.init_kl_coef > 0 and not a.use_kl_loss
         wanted = {
             "old_logprobs": not self.bypasses and (again or read),
             "ref": a.init_kl_coef > 0,

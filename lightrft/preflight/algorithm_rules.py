@@ -78,6 +78,10 @@ def _options(c: Config) -> Iterator[str]:
     if a.high_entropy_token_ratio and a.rollout_correction == "bypass":
         yield (f"--high_entropy_token_ratio {a.high_entropy_token_ratio}: needs the old-policy pass, which "
                "--rollout_correction bypass skips; drop one of them")
+    if c.log.mark_high_entropy_tokens and a.rollout_correction == "bypass":
+        yield (
+            "--mark_high_entropy_tokens: needs the old-policy pass, which --rollout_correction bypass skips; drop one "
+            "of them")
     if a.policy_loss == "cispo" and a.cispo_absolute:
         yield from _absolute(c)
     if c.rollout.dynamic_sampling and 0 < 2 * c.reward.reward_clip <= a.zero_spread:

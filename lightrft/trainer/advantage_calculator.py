@@ -90,7 +90,7 @@ class AdvantageCalculator:
         exp.advantages = torch.where(exp.loss_mask, self.estimator.fn(exp, self.cfg), 0.0)
         if exp.values is not None:
             exp.returns = exp.advantages + exp.values
-        if exp.entropies is not None:
+        if self.cfg.high_entropy_token_ratio and exp.entropies is not None:
             count = share(self.cfg.high_entropy_token_ratio, exp.loss_mask, exp.ranks)
             exp.high_entropy_mask = largest(exp.entropies, count, exp.loss_mask, exp.cu_seqlens, exp.ranks)
         metrics |= self._normalise(exp)

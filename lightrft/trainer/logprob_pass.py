@@ -98,7 +98,7 @@ class LogprobPass:
                  reference: Prepared | None, offloader: ModelOffloader, teacher: FrozenModel | None = None) -> None:
         self.config, self.strategy, self.offloader = config, strategy, offloader
         self.actor, self.critic, self.reference, self.teacher = actor, critic, reference, teacher
-        self.wants_entropies = config.algorithm.high_entropy_token_ratio > 0
+        self.wants_entropies = config.reads_entropies
         old = ("old_logprobs", "entropies") if self.wants_entropies else ("old_logprobs", )
         self.known = [
             Pass("old_logprobs", old, self._old),

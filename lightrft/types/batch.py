@@ -66,7 +66,7 @@ class Batch:
     token_rewards: Tensor = _per_token()
     step_rewards: Tensor = _per_token(missing=NAN)  # reward of the step that the token ends, part of the sample's
     advantages: Tensor = _per_token()
-    entropies: Tensor = _per_token()  # of the old policy, in nats; set with high_entropy_token_ratio only
+    entropies: Tensor = _per_token()  # of the old policy, in nats; set where Config.reads_entropies
     high_entropy_mask: Tensor = _per_token(torch.bool)  # the tokens that alone get a policy gradient; None: all
     selected: Tensor = _per_token(torch.bool)  # what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per_token()

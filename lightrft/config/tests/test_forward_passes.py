@@ -23,3 +23,10 @@ def test_the_passes_that_something_needs(values, samples, critic, expected):
     for name, value in {"train_batch_size": 64, **values}.items():
         setattr(config.train if hasattr(config.train, name) else config.algorithm, name, value)
     assert config.forward_passes(samples, critic) == expected
+
+
+def test_entropies_for_the_report_need_a_pass_of_the_policy():
+    config = Config()
+    config.train.train_batch_size = 64
+    config.log.mark_high_entropy_tokens = True
+    assert config.forward_passes(64, False) == [OLD]

@@ -76,6 +76,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"rollout_correction": "tis", "correction_veto": 1.0}, ["--correction_veto 1", "a little below 1"]),
     ({"rollout_correction": "bypass", "correction_high": 3.0}, ["--correction_high 3: bypass does not use it"]),
     ({"rollout_correction": "bypass", "high_entropy_token_ratio": 0.2}, ["--high_entropy_token_ratio 0.2", "bypass"]),
+    ({"rollout_correction": "bypass", "mark_high_entropy_tokens": True}, ["--mark_high_entropy_tokens", "bypass"]),
+    ({"mark_high_entropy_tokens": True, "report": False}, ["--mark_high_entropy_tokens", "--report true"]),
     ({"high_entropy_token_ratio": 1.0}, ["--high_entropy_token_ratio 1", "a little below 1"]),
     ({"entropy_step": 0.01}, ["--entropy_step 0.01", "--entropy_target 0.2"]),
     ({"entropy_coef_max": 0.01}, ["--entropy_coef_max 0.01", "--entropy_target 0.2"]),

@@ -62,6 +62,11 @@ def metric_lines(name: str) -> Watch:
     return lambda seen: [line["step"] for line in seen.run.lines if name in line]
 
 
+def recorded(name: str) -> Watch:
+    """Whether the samples of the report have this number of each token."""
+    return lambda seen: f'"{name}"' in (seen.run.folder / "samples.jsonl").read_text(encoding="utf-8")
+
+
 def keys(seen: Seen) -> set[str]:
     """Names of the metrics."""
     return {name for line in seen.run.lines for name in line}
@@ -263,6 +268,7 @@ FLIPS: dict[str, Flip] = {
     # log
     "metric_aliases": Flip("trl", keys),
     "report": Flip(False, files),
+    "mark_high_entropy_tokens": Flip(True, recorded("entropies")),
     "save_trajectories": Flip(False, files),
     "num_trajectories_to_save": Flip(3, said("uid")),
     **{name: Flip(value, weights, base) for name, value, base in own_options(REGISTRIES)},
@@ -270,16 +276,15 @@ FLIPS: dict[str, Flip] = {
 }  # yapf: disable
 
 _T, _D, _R = "lightrft/trainer/tests/", "lightrft/datasets/tests/", "lightrft/rewards/tests/"
-_V = "lightrft/preflight/tests/"
+_V, _E = "lightrft/preflight/tests/", "lightrft/environments/tests/"
 _S, _M, _U = "lightrft/strategy/tests/", "lightrft/models/tests/", "lightrft/utils/tests/"
 _A, _HERE = "lightrft/algorithms/tests/", "lightrft/tests/test_options.py::"
 _ENGINE = [name for name, option in options(Config).items() if option.read_by == ("vllm", "sglang")]
 _LOSSES = ("cispo_absolute", "policy_drift_coef", "sapo_tau_pos", "sapo_tau_neg", "dppo_delta", "dppo_ratio_max",
            "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio", "kl_cov_coef", "kl_cov_abs")
 SHOWN: dict[str, str] = {
-    "env_timeout_s": "lightrft/environments/tests/test_pool.py::"
-                     "test_a_fault_costs_its_response_alone_and_no_other_waits",
-    "env_workers": "lightrft/environments/tests/test_pool.py::test_sessions_have_their_own_state",
+    "env_timeout_s": _E + "test_pool.py::test_a_fault_costs_its_response_alone_and_no_other_waits",
+    "env_workers": _E + "test_pool.py::test_sessions_have_their_own_state",
     "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",
     "use_liger": _M + "test_liger.py::test_a_device_is_needed",
     "fused_logprobs": _M + "test_loader.py::test_the_option_selects_the_kernels_of_log_probs",
@@ -372,4 +377,4 @@ SHOWN: dict[str, str] = {
     "trackers": _U + "test_sinks.py::test_mlflow_through_accelerate",
     "print_samples": _T + "test_evaluator.py::test_evaluations_repeat_and_follow_the_weights",
     "print_steps": _T + "test_run_log.py::test_responses_to_training_prompts_are_printed",
-}
+}  # yapf: disable

@@ -58,6 +58,35 @@ def test_returns_are_those_of_a_loop_over_step_rewards(name, exp):
     assert found[3] == [0.0, 0.0], "an unscored sample"
 
 
+def with_answers(exp):
+    """The same samples, with three tokens of an environment behind each step but the last, and values there too."""
+    kept, rows, masks = [], [], []
+    for row, mask, ends in zip(exp.token_ids.split(exp.lens), exp.loss_mask.split(exp.lens),
+                               (~exp.step_rewards.isnan()).split(exp.lens)):
+        sizes = [4 if end and i + 1 < len(row) else 1 for i, end in enumerate(ends.tolist())]
+        rows.append([token for token, size in zip(row.tolist(), sizes) for token in (token, *[9] * (size - 1))])
+        drawn = [own for size in sizes for own in (True, *[False] * (size - 1))]
+        kept += drawn
+        masks.append(
+            [bool(own and each) for own, each in zip(drawn, torch.repeat_interleave(mask, torch.tensor(sizes)))])
+    kept = torch.tensor(kept)
+    more = Experience.pack(rows, masks, group_ids=exp.group_ids, rewards=exp.rewards, scored=exp.scored)
+    more.values = torch.full((len(kept), ), 99.0).masked_scatter(kept, exp.values)
+    more.step_rewards = torch.full((len(kept), ), math.nan).masked_scatter(kept, exp.step_rewards)
+    more.token_rewards = token_rewards(more, None, 0.0)
+    return more, kept
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce", "reinforce++", "group_norm"])
+def test_tokens_of_an_environment_are_no_time_steps(name, exp):
+    """Advantages of drawn tokens are those without the gaps; the others have none."""
+    cfg, (more, kept) = AlgorithmConfig(advantage_estimator=name, gamma=0.9, lambd=0.8), with_answers(exp)
+    expected, found = (ADVANTAGES.get(name).fn(each, cfg) for each in (exp, more))
+    assert more.num_tokens == exp.num_tokens + 6 and expected.abs().sum() > 1
+    assert found[kept].tolist() == pytest.approx(expected.tolist(), abs=1e-6) and not found[~kept].any()
+    assert torch.equal(more.token_rewards[kept], exp.token_rewards) and not more.token_rewards[~kept].any()
+
+
 def test_grpo_standardises_all_steps_of_a_group(exp):
     """DeepSeekMath, section 4.1.3: the mean and deviation of 0.9, 0.2, 0.4; a step alone in its group gives nothing."""
     exp.rewards -= 0.5
