@@ -28,8 +28,9 @@ from lightrft.tests.support.planned_too import plan_refusals
 
 ROOT = Path(__file__).parents[3]
 _CONTEXT = multiprocessing.get_context("forkserver")
+# pyarrow imports pandas, where it is installed, to make a table
 _PRELOAD = [
-    "peft", "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg",
+    "pandas", "peft", "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.backends.backend_agg",
     "matplotlib.figure", "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2",
     "lightrft.cli.train", "lightrft.models.lora", "lightrft.preflight.checks.run_plan", "lightrft.preflight.report",
     "lightrft.rollout.hf.engine", "lightrft.strategy.strategy", "lightrft.strategy.fsdp", "lightrft.trainer.session",

@@ -5,6 +5,7 @@
 reads one command per line from its standard input and prints the exit code of each. Of this library a fork imports
 the files that are on its path when it starts: a test may change them between two commands.
 """
+import gc
 import json
 import multiprocessing
 import os
@@ -71,6 +72,7 @@ def main() -> None:
     """Import, then run the commands."""
     for name in _SHARED:
         import_module(name)
+    gc.freeze()  # or each run would search what is imported for garbage
     for line in sys.stdin:
         process = multiprocessing.get_context("fork").Process(target=_become, args=json.loads(line))
         process.start()
