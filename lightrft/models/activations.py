@@ -5,15 +5,29 @@ for the layers of today: flash attention keeps no [T, T] scores but one float32 
 its row), there is no dropout, norms are RMSNorm computed in float32, and the MLP has a gate.
 
 The sums count what every such layer keeps, and norms of queries and keys. A family with more (norms after a block)
-takes more, so a plan that does not fit by these sums does not fit.
+takes more, so a plan that does not fit by these sums does not fit. What a layer with state keeps is not a sum of few
+terms, so its own code says it (:mod:`lightrft.models.state_sizes`).
 """
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from lightrft.models.state_sizes import StateLayers
+
 _HEAD_NORMS = ("qwen3", "gemma3")  # families whose heads of queries and keys have a norm
+_GATED = ("qwen3_5", "qwen3_next")  # families whose queries come with a gate of the output of attention
+_WIDE_NORMS = (*_GATED, "gemma")  # families whose norms multiply by their weight in float32
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind, and what they have beside a norm for each of these."""
+    layers: int
+    attends: bool = True
+    state: bool = False
+    mlp: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,55 +44,86 @@ class ModelShape:
     vocabulary: int = 0
     windows: int = 0  # layers whose tokens see a window alone
     head_norms: bool = False  # queries and keys have a norm
-    keyless: int = 0  # layers without keys and values: with a state, or an MLP alone
-    states: int = 0  # bytes of the states of a sequence
+    gated: bool = False  # the output of attention has a gate
+    wide_norms: bool = False  # norms multiply by their weight in float32
+    kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all attend and have an MLP
+    state_layers: "StateLayers | None" = None
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
         """Read a Hugging Face config; None if it does not have the usual names."""
-        values = config.get_text_config().to_dict()
-        hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-        width = values.get("moe_intermediate_size") or values.get("intermediate_size")
-        if not (hidden and heads and width and values.get("num_hidden_layers")):
+        text = config.get_text_config()
+        values, kinds = text.to_dict(), getattr(text, "layer_types", None) or ()
+        hidden, heads, layers = values.get("hidden_size"), values.get("num_attention_heads"), text.num_hidden_layers
+        mlp, family = _mlp_width(values, kinds), values.get("model_type", "")
+        if not (hidden and heads and mlp and layers):
             return None
         head = values.get("head_dim") or hidden // heads
-        experts = values.get("num_experts_per_tok") or 1
-        return cls(values["num_hidden_layers"], hidden, width * experts, heads * head,
-                   (values.get("num_key_value_heads") or heads) * head, heads,
-                   TowerShape.all_of(config) if config.get_text_config() is not config else (),
+        return cls(layers, hidden, mlp, heads * head, (values.get("num_key_value_heads") or heads) * head, heads,
+                   TowerShape.all_of(config) if text is not config else (),
                    values.get("vocab_size") or 0,
-                   sum(kind != "full_attention" for kind in values.get("layer_types") or ()),
-                   values.get("model_type", "").startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")),
-                   *_states_of(config))
+                   sum(kind.endswith("_attention") and kind not in _WHOLE for kind in kinds),
+                   family.startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")), family.startswith(_GATED),
+                   family.startswith(_WIDE_NORMS), *_kinds_of(config, kinds))
+
+    @property
+    def attending(self) -> int:
+        """Number of layers with keys and values."""
+        return sum(kind.layers * kind.attends for kind in self.all_kinds)
+
+    @property
+    def all_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of all layers."""
+        return self.kinds or (LayerKind(self.layers), )
 
     @property
     def attention(self) -> float:
         """Cost of causal attention: a pass over n tokens multiplies as one over ``n + attention * n**2`` tokens that
         attend to nothing. Layers with a window do not count."""
-        weights = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.mlp)
-        return (self.layers - self.windows) * self.queries / (self.layers * weights + self.hidden * self.vocabulary)
+        projections = self.hidden * ((2 + self.gated) * self.queries + 2 * self.keys)
+        mlps = sum(kind.layers * kind.mlp for kind in self.all_kinds)
+        states = self.state_layers.costs().multiplications if self.state_layers else 0
+        others = self.hidden * (3 * mlps * self.mlp + self.vocabulary) + states
+        return (self.attending - self.windows) * self.queries / (self.attending * projections + others)
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of keys and values of one token over all layers."""
-        return 2 * (self.layers - self.keyless) * self.keys * itemsize
+        return 2 * self.attending * self.keys * itemsize
 
     def cache_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of the keys and values of ``tokens``, and of the states of a prompt and its response."""
-        return self.kv_bytes(itemsize) * tokens + 2 * self.states
+        """Return the bytes of the keys and values of ``tokens``, and of the states of a prompt and its response, with
+        convolutions in float32."""
+        return self.kv_bytes(itemsize) * tokens + 2 * (self.state_layers.costs().states if self.state_layers else 0)
 
     def head_gradient(self, itemsize: int) -> int:
         """Return the bytes of the gradient of a trained head in a backward pass: summed up in float32, then cast."""
         return self.vocabulary * self.hidden * (4 + itemsize * (itemsize < 4))
 
 
-def _states_of(config: "PretrainedConfig") -> tuple[int, int]:
-    """Return the number of layers without keys, and the bytes of the states of a sequence."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    attending = sum(kind.endswith("_attention") and kind != "linear_attention" for kind in kinds)
-    if attending == len(kinds):
-        return 0, 0
-    from lightrft.models.state_sizes import state_bytes  # it loads torch
-    return len(kinds) - attending - list(kinds).count("hybrid"), state_bytes(config)
+_WHOLE = ("full_attention", "linear_attention")  # kinds of layers that see no window
+
+
+def _mlp_width(values: dict[str, Any], kinds: Sequence[str]) -> int:
+    """Return the width of the MLP of a layer, of the experts of a token together; 0 for none."""
+    width, experts = values.get("intermediate_size") or 0, values.get("num_experts_per_tok") or 1
+    if "mlp" in kinds or values.get("num_local_experts") == 0:  # the config has widths of experts, the model has none
+        return int(values.get("shared_intermediate_size") or width)
+    shared = values.get("shared_expert_intermediate_size") or values.get("shared_intermediate_size") or 0
+    return int((values.get("moe_intermediate_size") or width) * experts + shared)
+
+
+def _kinds_of(config: "PretrainedConfig", names: Sequence[str]) -> "tuple[tuple[LayerKind, ...], StateLayers | None]":
+    """Return the kinds of the layers ``names``, and the layers with state; nothing if all attend."""
+    attend = {name for name in names if name in ("attention", "hybrid") or name.endswith("_attention")}
+    attend -= {"linear_attention"}
+    if attend >= {*names} - {"hybrid"} and "hybrid" not in names:
+        return (), None
+    from lightrft.models.state_sizes import StateLayers  # it loads torch
+    from lightrft.models.stateful import MIXES_NOTHING
+    apart = {*names} & MIXES_NOTHING  # then an MLP is a layer of its own
+    kinds = (LayerKind(list(names).count(name), name in attend, name not in attend | apart or name == "hybrid",
+                       name in apart if apart else True) for name in dict.fromkeys(names))  # yapf: disable
+    return tuple(kinds), StateLayers.of(config)
 
 
 @dataclass(frozen=True)
@@ -143,6 +188,12 @@ class TowerShape:
         return self.kept(patches, width, recompute) + again * bool(recompute)
 
 
+class _OfState(NamedTuple):
+    """Bytes per token of one layer with state: kept, and of the results of its linear layers."""
+    kept: float
+    results: float
+
+
 @dataclass(frozen=True)
 class Activations:
     """Bytes of activations of one forward and backward pass over ``tokens`` tokens.
@@ -163,40 +214,52 @@ class Activations:
     fused: bool = False
     repeated: bool = False
 
-    @property
-    def layer(self) -> float:
-        """Kept by one layer: 2 norms, queries, keys, values, the output of the attention, and the MLP."""
+    def _layer(self, kind: LayerKind) -> float:
+        """Kept by a layer: a norm before each part, queries, keys, values and the output of attention, what a state
+        needs, and the MLP."""
         s, w = self.shape, self.width
-        attention = w * (2 * s.queries + 2 * (s.queries if self.repeated else s.keys)) + 4 * s.heads
+        attention: float = w * ((2 + 2 * s.gated) * s.queries + 2 *
+                                (s.queries if self.repeated else s.keys)) + 4 * s.heads
+        attention += self._norm(s.queries + s.keys) * s.head_norms
         mlp = w * s.mlp * (3 if self.fused else 4)  # gate, its activation, up, their product
-        heads = self._norm(s.queries + s.keys) * s.head_norms
-        return self.tokens * (2 * (self._norm(s.hidden) + w * s.hidden) + heads + attention + mlp)
+        norms = (self._norm(s.hidden) + w * s.hidden) * ((kind.attends or kind.state) + kind.mlp)
+        return self.tokens * (norms + attention * kind.attends + self._of_state(kind).kept + mlp * kind.mlp)
+
+    def _of_state(self, kind: LayerKind) -> "_OfState":
+        """Kept per token by the layer with state of a layer, if it has one."""
+        if not kind.state or self.shape.state_layers is None:
+            return _OfState(0, 0)
+        found = self.shape.state_layers.costs(self.width, self.frozen)
+        return _OfState(found.kept / found.layers, found.results / found.layers)
 
     def _norm(self, size: int) -> float:
         """Kept by a norm of ``size`` numbers, per token: its input in float32, and the normalised one for the gradient
         of the weight. Its output belongs to the layer that reads it."""
-        return size * (self.width if self.fused else 4 + self.width * (not self.frozen))
+        normalized = 4 if self.shape.wide_norms else self.width
+        return size * (self.width if self.fused else 4 + normalized * (not self.frozen))
 
     @property
     def kept(self) -> float:
         """Kept from the forward to the backward pass: by the layers, by the last norm and by the head's input."""
         s, w = self.shape, self.width
-        per_layer = self.tokens * w * s.hidden + self._results if self.recompute else self.layer
-        return s.layers * per_layer + self.tokens * (self._norm(s.hidden) + w * s.hidden)
+        end = self.tokens * (self._norm(s.hidden) + w * s.hidden)
+        again = self.tokens * w * s.hidden
+        per_layer = {kind: again + self._results(kind) if self.recompute else self._layer(kind) for kind in s.all_kinds}
+        return end + sum(kind.layers * kept for kind, kept in per_layer.items())
 
-    @property
-    def _results(self) -> float:
+    def _results(self, kind: LayerKind) -> float:
         """Kept of the results of a layer that is computed again: of attention and its products, gate and up."""
         s, w = self.shape, self.width
-        kept = w * (2 * s.queries + 2 * s.keys + s.hidden + 2 * s.mlp) + 4 * s.heads
+        attention = w * ((2 + s.gated) * s.queries + 2 * s.keys + s.hidden) + 4 * s.heads
+        kept = attention * kind.attends + self._of_state(kind).results + 2 * w * s.mlp * kind.mlp
         return self.tokens * kept * (self.recompute == "selective")
 
     @property
     def backward(self) -> float:
         """Peak of the backward pass: what is kept, what a layer computes again, and the gradient of the MLP's product.
         """
-        again = max(0.0, self.layer - self._results) * bool(self.recompute)
-        return self.kept + again + self.tokens * self.width * self.shape.mlp
+        again = max(max(0.0, self._layer(kind) - self._results(kind)) for kind in self.shape.all_kinds)
+        return self.kept + again * bool(self.recompute) + self.tokens * self.width * self.shape.mlp
 
     @property
     def forward(self) -> float:

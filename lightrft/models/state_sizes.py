@@ -1,46 +1,113 @@
-"""Bytes that layers with state keep of a sequence, found by one token on a copy of the model without data."""
+"""What layers with state cost, found on a copy of the model without data: bytes and multiplications."""
 import inspect
 import json
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn, Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PretrainedConfig
 
 from lightrft.models.state_rows import Layer, LayerState
-from lightrft.models.stateful import adapt, stateful
+from lightrft.models.stateful import adapt, LAYERS, stateful
 
 
-class _Sizes:
+class StateCosts(NamedTuple):
+    """Costs of all layers with state together.
+
+    Attributes:
+        layers: their number.
+        states: bytes of the states of one sequence.
+        kept: bytes per token that a forward pass keeps for the backward pass, without the input of the layers.
+        results: bytes per token of the results of their linear layers.
+        multiplications: per token.
+    """
+    layers: int
+    states: int
+    kept: float
+    results: int
+    multiplications: float
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """The layers with state of a decoder, by its model type and its config as JSON."""
+    model_type: str
+    values: str = field(repr=False)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "StateLayers":
+        """Those of a Hugging Face config."""
+        text = config.get_text_config()
+        return cls(text.model_type, json.dumps(text.to_dict(), default=str))
+
+    def costs(self, width: int = 4, frozen: bool = False) -> StateCosts:
+        """Return their costs in elements of ``width`` bytes. ``frozen``: weights other than matrices are not trained.
+        """
+        return _costs(self.model_type, self.values, width, frozen)
+
+
+class _Cache:
     """Cache that counts the bytes of the states of one sequence."""
 
     def __init__(self) -> None:
-        self.total = 0
+        self.states = 0
 
     def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> tuple[Tensor, ...]:
         """Run a layer from its beginning."""
         outs = layer(hidden, state := LayerState())
-        self.total += sum(x.nbytes for x in state.states.values())
+        self.states += sum(x.nbytes for x in state.states.values())
         return outs
 
 
-def state_bytes(config: PretrainedConfig) -> int:
-    """Return the bytes of the states of one sequence in all layers of ``config``, with convolutions in float32."""
-    text = config.get_text_config()
-    return _bytes_of(text.model_type, json.dumps(text.to_dict(), default=str))
-
-
-@lru_cache(maxsize=8)
-def _bytes_of(model_type: str, values: str) -> int:
+@lru_cache(maxsize=16)
+def _costs(model_type: str, values: str, width: int, frozen: bool) -> StateCosts:
+    dtype = torch.float32 if width == 4 else torch.bfloat16
     config = CONFIG_MAPPING[model_type].from_dict(json.loads(values) | {"dtype": "float32"})
-    with torch.device("meta"), torch.no_grad():
-        model, sizes = AutoModelForCausalLM.from_config(config, trust_remote_code=False), _Sizes()
-        adapt(model)
-        token = torch.empty(1, 1, config.hidden_size)
-        for layer in stateful(model):
-            layer(token, kv_cache=sizes, **dict.fromkeys(_unused(type(layer).__mro__[2])))
-    return sizes.total
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
+    adapt(model)
+    for weight in model.parameters():
+        weight.requires_grad_(not frozen or weight.ndim == 2)
+    layers = stateful(model)
+    kinds = [[layer for layer in layers if type(layer) is family] for family in {type(layer) for layer in layers}]
+    costs = [(len(kind), _of_layer(kind[0], config.hidden_size, dtype)) for kind in kinds]
+    return StateCosts(len(layers), sum(count * cost.states for count, cost in costs),
+                      sum(count * cost.kept for count, cost in costs),
+                      sum(count * cost.results for count, cost in costs),
+                      sum(count * cost.multiplications for count, cost in costs))
+
+
+def _of_layer(layer: nn.Module, hidden_size: int, dtype: torch.dtype) -> StateCosts:
+    chunk = LAYERS[type(layer).__name__].chunk
+    (_, kept, multiplied), (states, kept_of_two, multiplied_by_two) = (_measured(
+        layer, torch.empty(1, tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True))
+                                                                       for tokens in (chunk, 2 * chunk))
+    widths = sum(module.out_features for module in layer.modules() if isinstance(module, nn.Linear))
+    return StateCosts(1, states, (kept_of_two - kept) / chunk, widths * dtype.itemsize,
+                      (multiplied_by_two - multiplied) / chunk)
+
+
+def _measured(layer: nn.Module, hidden: Tensor) -> tuple[int, int, float]:
+    """Run a layer; return the bytes of its states, those that it keeps, and its multiplications."""
+    cache, kept = _Cache(), dict[int, Tensor]()
+    there = {_storage(tensor) for tensor in (hidden, *layer.parameters())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in there:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), FlopCounterMode(display=False) as count:
+        layer(hidden, kv_cache=cache, **dict.fromkeys(_unused(type(layer).__mro__[2])))
+    return cache.states, sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), count.get_total_flops() / 2
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the storage of a tensor; one without data has no address."""
+    return tensor.untyped_storage()._cdata
 
 
 def _unused(family: Any) -> list[str]:

@@ -37,16 +37,18 @@ class StatefulLayer:
         outputs: tensors [n, L, ...] that it returns.
         unread: further outputs, which no model reads.
         unadapted: its linear layer that cannot have an adapter, and why.
+        chunk: a multiple of the tokens that its code takes at once.
     """
     continues: bool = True
     outputs: int = 1
     unread: int = 0
     unadapted: tuple[str, str] | None = None
+    chunk: int = 256
 
 
 _DELTA = _STATE_SPACE = _CONVOLUTION = StatefulLayer()
 _FUSED = StatefulLayer(unadapted=("out_proj", "peft refuses it, for kernels that read its weight"))
-_SCAN = StatefulLayer(continues=False,  # Mamba 1: its scan begins with zeros
+_SCAN = StatefulLayer(continues=False, chunk=8,  # Mamba 1: its scan begins with zeros, and goes on token by token
                       unadapted=("dt_proj", "its layer reads its weight past adapters"))  # yapf: disable
 LAYERS: dict[str, StatefulLayer] = {
     "Qwen3NextGatedDeltaNet": _DELTA,

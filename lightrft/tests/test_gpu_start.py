@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoConfig
 
 from lightrft.cli import train
 from lightrft.models.config_json import parameter_shapes
+from lightrft.models.state_sizes import StateLayers
 from lightrft.preflight import engine_rules
 from lightrft.preflight.hardware import Machine
 from lightrft.strategy.host_buffers import Slabs
@@ -50,7 +52,28 @@ HEARING = {
         "intermediate_size": 11008, "vocab_size": 156032
     }
 }  # yapf: disable
+_DELTA = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+          "linear_num_value_heads": 32, "num_attention_heads": 16, "vocab_size": 248320}  # yapf: disable
+HYBRID = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": True,
+    "text_config": _DELTA | {
+        "model_type": "qwen3_5_text", "hidden_size": 2560, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "intermediate_size": 9216, "tie_word_embeddings": True
+    }, "vision_config": {"model_type": "qwen3_5", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096,
+                         "out_hidden_size": 2560}
+}  # yapf: disable
+HYBRID_MOE = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "tie_word_embeddings": False,
+    "text_config": _DELTA | {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "tie_word_embeddings": False
+    }, "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
+                         "out_hidden_size": 2048}
+}  # yapf: disable
 SCRIPTS = {
+    "gsm8k_geo3k/run_grpo_gsm8k_qwen3.5_4b.sh": (HYBRID, "8xH100"),
+    "gsm8k_geo3k/run_grpo_gsm8k_qwen3.5_35b_a3b.sh": (HYBRID_MOE, "8xH100"),
     "gsm8k_geo3k/run_grpo_gsm8k_qwen2.5_0.5b.sh": (QWEN | SHAPES["Qwen/Qwen2.5-0.5B-Instruct"], "8xH100"),
     "gsm8k_geo3k/run_grpo_geo3k_qwen2.5_vl_7b.sh": (SEEING, "8xH100"),
     "gsm8k_geo3k/run_ppo_geo3k_qwen2.5_vl_7b.sh": (SEEING, "8xH100"),
@@ -124,6 +147,12 @@ def test_what_the_page_says_of_host_memory(tmp_path: Path) -> None:
     assert f"They take {plain:.0f} GiB,\nin {pinned:.0f} GiB of pinned host memory" in PAGE
 
 
+def test_what_a_page_says_of_layers_with_state() -> None:
+    layers = StateLayers.of(AutoConfig.for_model("qwen3_5")).costs(width=2)
+    page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
+    assert f"keeps {layers.kept / layers.layers / 1024:.0f} KiB of\n" in page
+
+
 def test_every_machine_of_the_page_has_a_plan() -> None:
     assert [gpus for _, gpus, _ in COMMANDS] == ["1x24", "1x80", "1x80", "1x80", "8x80", "2x8x80"]
     assert len(COMMANDS) == len(re.findall("`--dry_run --plan_gpus", PAGE)), "a plan without its command"
@@ -174,3 +203,11 @@ def test_a_shipped_script_fits_the_machine_that_it_is_for(name: str, engine: str
     defaults = runpy.run_path(str(script.parent / "train_colocate.py"))["DEFAULTS"]
     code, _, text = plan([*words[words.index("--pretrain"):], "--plan_gpus", gpus], capsys, defaults)
     assert code == 0 and "fits" in text, text[-600:]
+
+
+def test_the_script_of_a_hybrid_fits_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the README of the example says; its layers with state have no keys and values to store."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID), encoding="utf-8")
+    words = words_of_script(ROOT / "examples/gsm8k_geo3k/run_grpo_gsm8k_qwen3.5_4b.sh", tmp_path, "hf")
+    code, together, text = plan([*words[words.index("--pretrain"):], "--plan_gpus", "1xH100"], capsys)
+    assert code == 0 and 60 < together["backward"] < 70, text[-600:]

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models import attention, attention_kernels
-from lightrft.models.activations import Activations, ModelShape
+from lightrft.models.activations import Activations, LayerKind, ModelShape
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.lora import add_lora
 from lightrft.models.packed_model import PackedModel
@@ -29,11 +29,14 @@ from lightrft.tests.support.saved_bytes import saved_bytes
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}
 BELOW = 0.07  # share that the estimate may miss
 MODES, IDS = (False, "selective", True), ("none", "selective", "all")
-EXP = naive_model.experience([100, 70, 130], keep=2.0)  # long enough that attention does not pad
+EXP = naive_model.experience([128, 64, 192], keep=2.0)  # long enough that attention pads nothing; whole chunks
+OWN: dict[str, dict[str, Any]] = {  # sizes of families with a state
+    "qwen3_5": {"num_hidden_layers": 2}, "bamba": {"num_hidden_layers": 2, "mamba_d_head": 32}
+}
 
 
 def actor_of(family: str, dtype: torch.dtype, mode: bool | str, lora: bool) -> ActorLanguage:
-    hf = tiny.model(family, attn_implementation="packed", **SIZES).to(dtype)
+    hf = tiny.model(family, attn_implementation="packed", **SIZES | OWN.get(family, {})).to(dtype)
     model = add_lora(hf, 4, 16, 0.0, ["all-linear"]).to(dtype) if lora else hf
     recompute(hf, PolicyModelConfig(gradient_checkpointing=mode, lora_rank=4 * lora))
     return ActorLanguage(model, 1).train()
@@ -46,10 +49,10 @@ def estimate(actor: ActorLanguage, dtype: torch.dtype, recompute: bool | str, lo
 
 
 @pytest.mark.parametrize("family,options", [("qwen2", {}), ("llama", {"num_key_value_heads": 1}),
-                                            ("gemma3", {"layer_types": ["full_attention"] * 4})])
+                                            ("gemma3", {"layer_types": ["full_attention"] * 4}), ("qwen3_5", {})])
 def test_cost_of_attention(family: str, options: dict[str, Any]) -> None:
     """The share of multiplications that grows with the square of the length; torch counts masked ones too."""
-    model = tiny.model(family, attn_implementation="eager", **SIZES | options)
+    model = tiny.model(family, attn_implementation="eager", **SIZES | OWN.get(family, {}) | options)
     flops = {}
     for length in (64, 128):
         with FlopCounterMode(display=False) as counter:
@@ -63,7 +66,7 @@ def test_cost_of_attention(family: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "qwen3_5", "bamba"])
 def test_what_is_kept(family: str, dtype: torch.dtype, mode: bool | str, lora: bool) -> None:
     """Never more than what is saved, so that no plan is refused that fits."""
     actor = actor_of(family, dtype, mode, lora)
@@ -161,3 +164,16 @@ def test_shapes_of_other_configs() -> None:
                                num_hidden_layers=3, moe_intermediate_size=5, num_experts_per_tok=2)
     assert ModelShape.of(moe) == ModelShape(3, 8, 10, 8, 4, 2, vocabulary=151936, head_norms=True)
     assert ModelShape.of(AutoConfig.for_model("gpt2")) is None
+
+
+def test_shapes_of_layers_with_state() -> None:
+    """They have no keys and see no window; the MLPs of some are layers of their own, and some attend beside it."""
+    kinds = {family: ModelShape.of(tiny.config(family)).kinds
+             for family in (*OWN, "falcon_h1", "nemotron_h")}  # type: ignore
+    assert kinds["qwen3_5"] == kinds["bamba"] == (LayerKind(1, attends=False, state=True), LayerKind(1))
+    assert kinds["falcon_h1"] == (LayerKind(2, state=True), )
+    assert kinds["nemotron_h"] == (LayerKind(1, attends=False, state=True, mlp=False), LayerKind(1, attends=False),
+                                   LayerKind(1, mlp=False))  # yapf: disable
+    shapes = [ModelShape.of(tiny.config(family)) for family in ("qwen3_5", "qwen3")]
+    assert [shape.windows for shape in shapes if shape] == [0, 0]
+    assert [shape.kv_bytes(2) for shape in shapes if shape] == [2 * 16 * 2, 2 * 2 * 16 * 2]

@@ -1,9 +1,12 @@
 """Layers with state begin anew with every sequence of a pack, or with the state of the prompt that it shares."""
+import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.actor_language import ActorLanguage
@@ -159,12 +162,36 @@ def test_states_are_handed_down_branches_of_any_depth():
     assert len(StateRows([5, 3, 9, 20, 7], [-1, 0, 0, 0, -1], "cpu").calls) == 3
 
 
-def test_kernels_of_other_packages_are_not_taken(models):
-    """None has been compared on packed sequences; the code of transformers runs whatever is installed."""
-    for layer in stateful(models[0].hf_model):
-        module = sys.modules[type(layer).__module__]
-        functions = [name for name, one in vars(module).items() if "delta_rule" in name or "conv1d" in name]
-        assert functions and not any(hasattr(getattr(module, name), "__wrapped__") for name in functions)
+RULE = "torch_chunk_gated_delta_rule"
+
+
+def test_kernels_of_other_packages_are_not_taken(monkeypatch):
+    """None has been compared on packed sequences: where transformers alone would call an installed kernel, its own code
+    in torch runs. transformers asks for the package when it is imported."""
+
+    def kernel(*args, **named):
+        raise RuntimeError("the kernel is called")
+
+    module = sys.modules[type(stateful(tiny.model("qwen3_5"))[0]).__module__]
+    rules = SimpleNamespace(chunk_gated_delta_rule=kernel)
+    monkeypatch.setitem(sys.modules, "installed", SimpleNamespace(ops=SimpleNamespace(gated_delta_rule=rules)))
+    bind = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "installed")
+    monkeypatch.setattr(module, RULE, bind(inspect.unwrap(getattr(module, RULE))))
+    with pytest.raises(RuntimeError, match="the kernel is called"):
+        tiny.model("qwen3_5")(input_ids=torch.arange(5, 25)[None])
+    ActorLanguage(tiny.model("qwen3_5", attn_implementation="packed"))(experience())
+
+
+def test_the_kernel_takes_the_arguments_of_the_layer(monkeypatch):
+    """Of flash-linear-attention, where it can be imported; it stays off until it has been compared."""
+    fla = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs flash-linear-attention", exc_type=ImportError)
+    module = sys.modules[type(stateful(tiny.model("qwen3_5"))[0]).__module__]
+    calls, rule = [], inspect.unwrap(getattr(module, RULE))
+    monkeypatch.setattr(module, RULE, lambda *args, **named: calls.append((args, named)) or rule(*args, **named))
+    tiny.model("qwen3_5")(input_ids=torch.arange(5, 25)[None])
+    for args, named in calls:
+        inspect.signature(fla.chunk_gated_delta_rule).bind(*args, **named)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("mode", [True, "selective"])
