@@ -1,8 +1,6 @@
 """Killable processes in which environments run. Nobody waits for them: a call returns a future at once."""
 import json
-import os
 import queue
-import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -13,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightrft.environments.base import EnvironmentSpec, Failure, Info, Step, Task, Turn
-from lightrft.rewards.workers.pool import start_process
+from lightrft.rewards.workers.pool import kill_group, start_process
 from lightrft.utils.errors import UserError
 
 Answer = Step | Failure
@@ -47,14 +45,14 @@ class Worker:
     @property
     def alive(self) -> bool:
         """True while it takes calls."""
-        return not self.retired and self.process.poll() is None
+        return not self.retired and self.process.returncode is None
 
     def call(self, number: int, call: Call, message: tuple[Any, ...]) -> None:
         """Send a call; its future gets the answer, or a failure."""
         with self._lock:
             self.calls[number] = call
         self.send(message)
-        if self.process.poll() is not None:
+        if self.process.returncode is not None:
             self._lose(f"the worker process ended with exit code {self.process.returncode}")
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -73,9 +71,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and its children at once."""
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process)
         self._outbox.put(None)
         self.process.wait()
 
@@ -89,7 +85,7 @@ class Worker:
             while True:
                 self._receive(json.loads(self._pipe.recv_bytes(_MOST_BYTES)))
         except (EOFError, OSError, ValueError):
-            self.kill()  # it is gone, or wrote what is no answer
+            self.kill()  # it is gone, but not what it has started; or it wrote what is no answer
         self._lose(f"the worker process ended with exit code {self.process.returncode}")
 
     def _receive(self, message: dict[str, Any]) -> None:
@@ -144,7 +140,7 @@ class EnvironmentPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that run."""
-        return [worker.process.pid for worker in self._workers if worker.process.poll() is None]
+        return [worker.process.pid for worker in self._workers if worker.process.returncode is None]
 
     def reset(self, task: Task, seed: int) -> "tuple[int, Future[Answer]]":
         """Begin a session; return its number, and the messages that come first."""

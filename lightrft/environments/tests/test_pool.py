@@ -7,6 +7,7 @@ import pytest
 from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Turn
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.tests.support import environments
+from lightrft.tests.support.processes import alive, wait_until
 from lightrft.utils.errors import UserError
 
 FILE, LIMIT_S = environments.__file__, 1.0
@@ -62,8 +63,11 @@ def test_a_fault_costs_its_response_alone_and_no_other_waits(pool):
 
 
 def test_a_worker_that_dies_takes_its_sessions_and_is_replaced(pool):
+    """So do the processes that the environment has started."""
     sessions = opened(pool, range(2))
+    child = int(step(pool, sessions[0], "start").messages[0]["content"])
     assert step(pool, sessions[0], "exit") == Failure("worker_died", "the worker process ended with exit code 3")
+    assert wait_until(lambda: not alive(child)), "what the environment has started"
     assert step(pool, sessions[0], "a").cause == "worker_died", "a dead session answers at once"
     assert step(pool, sessions[1], "a").messages, "it is in the other worker"
     sessions += opened(pool, range(2, 4))

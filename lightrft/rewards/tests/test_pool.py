@@ -13,6 +13,7 @@ from lightrft.rewards.manager import Handle
 from lightrft.rewards.workers import pool as pool_module
 from lightrft.rewards.workers.pool import calls
 from lightrft.rewards.workers.worker import _bundles
+from lightrft.tests.support.processes import alive, wait_until
 
 PARENT = """
 import sys, time
@@ -25,21 +26,6 @@ time.sleep(0.5)
 print(*manager.pool.pids, flush=True)
 time.sleep(60)
 """
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 def test_workers_die_with_a_killed_parent_even_inside_c_code(tmp_path):
@@ -93,15 +79,19 @@ def test_a_worker_that_stands_still_between_tasks_is_replaced_after_the_time_lim
 
 
 def test_a_response_that_kills_the_worker_is_left_out_alone(make_manager, tmp_path):
-    file = tmp_path / "crash.py"
-    body = "    if 'die' in {}:\n        os._exit(3)\n"
-    file.write_text("import os\ndef compute_score(data_source, solution_str, ground_truth):\n" +
+    """Processes that the reward has started end with it."""
+    file, child = tmp_path / "crash.py", tmp_path / "child"
+    body = ("    if 'die' in {}:\n"
+            f"        open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+            "        os._exit(3)\n")
+    file.write_text("import os, subprocess\ndef compute_score(data_source, solution_str, ground_truth):\n" +
                     body.format("solution_str") + "    return 1.0\ndef whole(queries, prompts, labels):\n" +
                     body.format("''.join(queries)") + "    return [1.0] * len(queries)\n")
     for entry in (file, f"{file}:whole"):
         manager = make_manager(entry)
         scores = manager.collect(manager.submit([RewardInput(text, text) for text in ("a", "die", "b")]))
         assert [(s.total, s.error) for s in scores] == [(1.0, None), (None, "worker_died"), (1.0, None)], scores
+        assert wait_until(lambda: not alive(int(child.read_text()))), "what the reward has started"
 
 
 def test_a_group_that_always_hangs_costs_no_other_one_its_time(make_manager, tmp_path):

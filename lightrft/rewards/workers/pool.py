@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from multiprocessing import Pipe
@@ -72,6 +73,16 @@ def start_process(module: str) -> "tuple[subprocess.Popen[bytes], Connection]":
     return process, pipe
 
 
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process of :func:`start_process`, and all that it has started, at once; callable from any thread.
+
+    Also after its end, as long as nobody has waited for it: until then its id is that of its group alone.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 class Worker:
     """One worker process and its pipe."""
 
@@ -81,11 +92,7 @@ class Worker:
 
     def signal_kill(self) -> None:
         """Kill the process and its children at once; callable from any thread."""
-        if self.process.returncode is None:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # the process has already ended
+        kill_group(self.process)
 
     def end(self) -> None:
         """Let the idle process close its event loop and end."""
@@ -108,6 +115,7 @@ class Worker:
                 raise TimeoutError
             return self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
+            self.signal_kill()  # what it has started lives on; its own exit code stays
             raise WorkerDied(f"the worker process ended with exit code {self.process.wait()}") from error
 
     def start(self, spec: Spec, batch: list[RewardInput], limit_s: float) -> Info:
