@@ -133,8 +133,8 @@ class GymText:
             await called(self.inner.close)
 
 
-def _wrapped(kind: str, adapter: type, writes_marks: bool = False) -> Callable[[type], Adapter]:
-    return lambda cls: Adapter(lambda: adapter(cls()), Info(kind, writes_marks=writes_marks))
+def _wrapped(kind: str, adapter: type, **facts: bool) -> Callable[[type], Adapter]:
+    return lambda cls: Adapter(lambda: adapter(cls()), Info(kind, **facts))
 
 
 def _made_per_row(kind: str, adapter: Callable[[Any], Any]) -> Callable[[type], Adapter]:
@@ -177,7 +177,7 @@ def _has_tools(cls: type) -> bool:
 is_verl_tool = _has("create", "execute", "calc_reward", "release")
 _KINDS: list[tuple[Callable[[type], bool], Callable[[type], Adapter]]] = [
     (_is_native, _native),
-    (_has("turn"), _wrapped("turn", TurnEnvironment, writes_marks=True)),
+    (_has("turn"), _wrapped("turn", TurnEnvironment, writes_marks=True, reads_response=True)),
     (_is_agent, _wrapped("AgentInstance", AgentInstance, writes_marks=True)),
     (_has("init", "step"), _made_per_row("skyrl", GymText)),
     (is_verl_tool, lambda cls: verl_tools([made(cls)])),

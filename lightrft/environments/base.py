@@ -45,7 +45,8 @@ class Turn:
         number: of the turn in the response, from 0 on.
         room: tokens that the response may still have.
         cut: the turn was cut by the limit on tokens; it is the last one.
-        response: the whole response, with earlier turns and answers, for environments that read text.
+        response: the whole response, with earlier turns and answers, for an environment whose interface reads it
+            (:attr:`Info.reads_response`); else "".
     """
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -111,11 +112,12 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Info:
-    """What a worker tells about an environment: its interface, the schemas of its tools, and whether it answers with
-    text that has the marks of the template."""
+    """What a worker tells about an environment: its interface, the schemas of its tools, whether it answers with text
+    that has the marks of the template, and whether every turn has to bring the whole response."""
     kind: str
     tools: tuple[dict[str, Any], ...] = ()
     writes_marks: bool = False
+    reads_response: bool = False
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class ChatFormat:
         Args:
             prompt_ids: all tokens before the turn.
         """
-        safe = [message | {"content": self.neutral(message["content"])} for message in messages]
+        safe = self.safe(messages)
         if self.family is not None:
             return self._by_family(self.family, prompt_ids, drawn, safe)
         return self._by_template(drawn, safe)
@@ -157,6 +157,10 @@ class ChatFormat:
         """Render and tokenize the messages of a prompt, those of :meth:`Environment.reset` among them."""
         (text, ), (ids, ) = self._encoder.encode_chats([list(messages)], [template_kwargs])
         return text, ids
+
+    def safe(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose texts are :meth:`neutral`, as the policy reads them."""
+        return [message | {"content": self.neutral(message["content"])} for message in messages]
 
     def neutral(self, text: str) -> str:
         """Return a text that has no token of the chat template or of calls: a blank parts the marks of these."""

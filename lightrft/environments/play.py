@@ -66,8 +66,7 @@ class PendingAnswer:
         if tokens is None or len(tokens) >= self.room:
             play.limit = "open_thought" if tokens is None else "no_room"
             return tokens
-        assert not isinstance(answer.messages, str), "the worker has made messages of it"
-        play.messages += answer.messages or [{"role": "environment", "content": answer.text}]
+        play.messages += self.player.read_of(answer)
         return tokens
 
 
@@ -134,6 +133,13 @@ class Player:
         assert not isinstance(answer.messages, str), "the worker has made messages of it"
         return self.form.continuation(ids[:-drawn], ids[-drawn:], answer.messages or [])
 
+    def read_of(self, answer: Step) -> list[Message]:
+        """Return the messages of an answer as the policy reads them."""
+        if answer.text is not None or self.form is None:
+            return [{"role": "environment", "content": answer.text}]
+        assert not isinstance(answer.messages, str), "the worker has made messages of it"
+        return self.form.safe(answer.messages or [])
+
     def _open(self, episodes: Sequence[Episode]) -> None:
         """Begin sessions, all at once, and add the messages of ``reset`` to the prompts."""
         groups = [[*run] for _, run in groupby(episodes, lambda episode: episode.key[:2])]
@@ -191,7 +197,7 @@ class Player:
         if self.form is None or not prompt.messages or isinstance(messages, str):
             raise UserError(f"--environment {self.pool.spec.title}: reset() gave messages, and the prompt "
                             f"{prompt.uid!r} is a text; write it as messages, or use --apply_chat_template")
-        safe = [message | {"content": self.form.neutral(message["content"])} for message in messages]
+        safe = self.form.safe(messages)
         text, ids = self.form.prompt([*prompt.messages, *safe], prompt.template_kwargs)
         if len(ids) > self.prompt_max_len:
             raise UserError(f"the prompt {prompt.uid!r} with the messages of reset() has {len(ids)} tokens, and "
@@ -210,11 +216,13 @@ class Player:
         play, ids = _play(episode), episode.token_ids
         drawn = _drawn_last(episode)
         message, calls = self._read(ids[:-drawn], ids[-drawn:])
-        text, response = decode_behind(self.tokenizer, [(ids[:-drawn], self._body(ids[-drawn:])),
-                                                        (episode.prompt.token_ids, episode.response_ids)])
+        text, *response = decode_behind(
+            self.tokenizer,
+            [(ids[:-drawn], self._body(ids[-drawn:])),
+             *([(episode.prompt.token_ids, episode.response_ids)] if self.pool.info.reads_response else [])])
         cut, room = episode.finish_reason == "length", max_new_tokens - episode.response_len
         turn = TurnOfPolicy(text, calls, message or {"role": "assistant", "content": text}, play.turns, room, cut,
-                            response)  # yapf: disable
+                            *response)  # yapf: disable
         play.messages.append({"role": "assistant", "content": text})
         play.parsed += [message] if message else []
         play.turns, play.calls = play.turns + 1, play.calls + len(calls)

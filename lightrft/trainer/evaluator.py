@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config
+from lightrft.environments.play import Player
 from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.manager import RewardManager
 from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import AnyEnvironment
+from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
 from lightrft.types import Episode, Prompt
 from lightrft.utils.logging import warn_of_all
@@ -81,7 +83,9 @@ class Evaluator:
         answers = [answer for part in self.strategy.all_gather_object(local) for answer in part]
         answers.sort(key=lambda answer: (answer.group_id, answer.index))
         self._define_right([answer.score for answer in answers if answer.score.total is not None])
-        return self._metrics(answers), [answer for answer in answers if answer.sample is not None]
+        played = play_metrics(samples, self.strategy) if isinstance(self.environment, Player) else {}
+        metrics = self._metrics(answers) | {f"eval/all/{name}": value for name, value in played.items()}
+        return metrics, [answer for answer in answers if answer.sample is not None]
 
     def _define_right(self, scores: list[Score]) -> None:
         """Learn which part says what is right; say once, on one rank, where none does."""

@@ -1,5 +1,6 @@
 """Runs the no-grad passes on finished responses while the engine decodes the others (``--overlap_passes``)."""
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
@@ -21,8 +22,7 @@ from lightrft.utils.timer import Timer
 class PassThread:
     """Runs ``passes`` on finished samples in a thread. Enter it once, around generation.
 
-    Samples are packed in the order in which they finish. With the HF engine and vLLM this order depends only on
-    requests and weights, so the time of a pass does not matter. Sharded forward passes are collectives: a round is one
+    Samples are packed in the order in which they are added. Sharded forward passes are collectives: a round is one
     pass on every rank. A rank that has a pack waits for those that have none yet, and joins with empty packs once its
     own are done. Only this thread runs collectives, because generating ranks share none.
 
@@ -51,14 +51,14 @@ class PassThread:
         for sample in samples:
             lens = [each.num_tokens for each in (*self._open, sample)]
             if not self.limits.fit([[i] for i in range(len(lens))], lens):
-                self._send()
+                self.flush()
             self._open.append(sample)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         """Wait for the remaining passes of all ranks; not after an error, as other ranks may never join."""
-        if kind is None and self._open:
-            self._send()
+        if kind is None:
+            self.flush()
         self._packs.put([])
         if kind is None:
             self._thread.join()
@@ -70,9 +70,11 @@ class PassThread:
         rows = [torch.zeros(len(names), 0), *(self.results[key] for key in exp.keys)]
         vars(exp).update(zip(names, torch.cat(rows, 1)))
 
-    def _send(self) -> None:
-        self._packs.put(self._open)
-        self._open = []
+    def flush(self) -> None:
+        """Send the samples that are not yet in a pack as one."""
+        if self._open:
+            self._packs.put(self._open)
+            self._open = []
 
     def _raise(self) -> None:
         if self._caught.cause is not None:
@@ -98,12 +100,18 @@ class PassThread:
 class OverlappedPasses:
     """Listener that computes the fields of ``logprobs`` for the samples of this rank before they move.
 
+    Packs are the same in every run. With the HF engine and vLLM responses finish in an order that depends only on
+    requests and weights; with an environment it depends on the time of its answers, so packs hold whole groups then.
+
     Args:
         num_samples: samples of the rollout batch, over all ranks.
+        whole_groups: a pack holds samples of one group, by their index.
     """
 
-    def __init__(self, strategy: StrategyBase, logprobs: LogprobPass, num_samples: int, timer: Timer) -> None:
+    def __init__(self, strategy: StrategyBase, logprobs: LogprobPass, num_samples: int, timer: Timer,
+                 whole_groups: bool = False) -> None:
         self.strategy, self.logprobs, self.num_samples, self.timer = strategy, logprobs, num_samples, timer
+        self.whole_groups, self.waiting = whole_groups, defaultdict[int, list[Episode]](list)
         # One for the whole run: torch deals out 32 in turn, and a new one per rollout would come to the stream on which
         # the hf engine captures its graphs.
         self.stream = torch.cuda.Stream(strategy.device) if strategy.device.type == "cuda" else None
@@ -121,11 +129,17 @@ class OverlappedPasses:
         return True
 
     def arrived(self, samples: list[Episode]) -> None:
-        """Add finished samples to the next pass."""
-        self.thread.add(samples)
+        """Add finished samples to the next pass, or keep them until their group is finished."""
+        for sample in samples if self.whole_groups else ():
+            self.waiting[sample.group_id].append(sample)
+        if not self.whole_groups:
+            self.thread.add(samples)
 
     def finished(self, group: int) -> None:
-        """Do nothing: a pass needs no whole groups."""
+        """Send a group that was kept."""
+        if group in self.waiting:
+            self.thread.add(sorted(self.waiting.pop(group), key=lambda sample: sample.index))
+            self.thread.flush()
 
     def fill(self, exp: Batch) -> None:
         """Write the results into the fields of ``exp``, the packed samples of this rank."""

@@ -1,6 +1,6 @@
 """Whole rollouts with environments in workers: tokens, masks, rewards and causes, whatever the time that tools take."""
 import json
-import time
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +20,10 @@ from lightrft.inference.prompts import identity
 from lightrft.rewards.manager import RewardManager
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import environments, runs, tool_models
+from lightrft.tests.support.environment_ranks import gradients, ready as trainer
+from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.carried_groups import group_state, load_group
+from lightrft.trainer.overlapped_passes import PassThread
 from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Episode, Prompt, Segment
@@ -40,11 +43,6 @@ def fixture_home(tmp_path_factory):
     return home
 
 
-def trainer(home, folder, name, **options):
-    return runs.ready(home, folder, environment=f"{FILE}:{name}", generate_max_len=150,
-                      **{"reward": ["environment"], "prompt_max_len": 96} | options)  # yapf: disable
-
-
 def rollout(made, step=0):
     return made.maker.make([made.loader.dataset[i] for i in range(4)], step)
 
@@ -59,24 +57,31 @@ def seeds(done):
 
 
 def test_timing_changes_nothing_and_nobody_waits(home, tmp_path, monkeypatch):
-    """Whatever the latencies, responses are the same; the rewards of turns are on their last drawn tokens."""
-    found = []
+    """Whatever the latencies, responses are the same, and so are the packs of overlapped passes and the gradients; the
+    rewards of turns are on their last drawn tokens."""
+    found, packs, grads, sent, flush = [], [], [], [], PassThread.flush
+    monkeypatch.setenv("TOGETHER", "8")  # responses, so none is answered if one waits for another
+    monkeypatch.setattr(PassThread, "flush", lambda self: sent.append((*(each.key for each in self._open), )) or
+                        flush(self))  # yapf: disable
     for latency in ("", "0.3", "0.6"):
         monkeypatch.setenv("LATENCY", latency)
-        made = trainer(home, tmp_path / (latency or "0"), "Sleeper", advantage_estimator="reinforce", max_epochs=2)
-        start = time.monotonic()
-        found.append((rollout(made), time.monotonic() - start))
+        made = trainer(home, tmp_path / (latency or "0"), "Sleeper", advantage_estimator="reinforce", max_epochs=2,
+                       overlap_passes=True, env_workers=1, max_tokens_per_micro_batch=400)  # yapf: disable
+        sent.clear()
+        found.append(rollout(made))
+        packs.append({*sent})
+        grads.append(gradients(made, found[-1]))
         if not latency:
             made.engine.wake()
             again = rollout(made, 1)
-            assert len(seeds(again)) == 4 and not seeds(again) & seeds(found[0][0]), "another seed in each step"
+            assert len(seeds(again)) == 4 and not seeds(again) & seeds(found[0]), "another seed in each step"
         shut(made)
-    (first, base_s), *others = found
+    first, *others = found
     assert len(seeds(first)) == 4, "one seed for all samples of a group"
-    for done, wall_s in others:
-        waits = [episode.play.wait_s for episode in done.episodes]
-        assert sum(waits) > 2 * max(waits), "too quick to tell"
-        assert wall_s < (base_s + max(waits)) * 1.2 + 0.3
+    assert packs[0] == packs[1] == packs[2] and any(len(pack) > 1 for pack in packs[0])
+    assert max(largest_gap(grads[0], other) for other in grads[1:]) < 5e-7
+    assert not any(episode.play.failure for done in found for episode in done.episodes), "one waited for another"
+    for done in others:
         for one, other in zip(first.episodes, done.episodes, strict=True):
             assert (one.token_ids, one.loss_mask, one.play.rewards) == (other.token_ids, other.loss_mask,
                                                                         other.play.rewards)
@@ -179,6 +184,35 @@ def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(pla
         played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
     player.prompt_max_len = limit
     assert played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
+
+
+def test_environments_live_on_across_steps_and_begin_again_from_a_checkpoint(home, tmp_path):
+    """With --oversample. An answer has the seed of its environment and the number of turns that this has seen."""
+    trained, lines = [], []
+    for name in ("straight", "resumed"):
+        made = trainer(home, tmp_path / name, "Faulty", runs.build, oversample=2.0, max_steps=3, max_turns=4,
+                       disable_ckpt=False, save_steps=1, load_checkpoint=name == "resumed")  # yapf: disable
+        complete, seen = made.maker.complete, []
+        made.maker.complete = lambda episodes, *rest: seen.extend(episodes) or complete(episodes, *rest)
+        made.fit()
+        trained.append(seen)
+        lines.append(runs.read_lines(tmp_path / name / "metrics.jsonl"))
+        for episode in seen:
+            answers = [message["content"].split() for message in episode.play.messages[1::2]]
+            hint = episode.prompt.messages[-1]["content"].split()
+            assert [words[-2:] for words in answers] == [[hint[1], str(n + 1)] for n in range(len(answers))]
+        if name == "straight":
+            shutil.copytree(tmp_path / name, tmp_path / "resumed")
+            for step in ("2", "3"):
+                shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step_00000{step}", ignore_errors=True)
+    straight, resumed = trained
+    versions = [{segment.version for segment in episode.segments if segment.drawn} for episode in straight]
+    assert any(len(each) > 1 for each in versions) and not any(episode.play.restarts for episode in straight)
+    left = lines[0][0]["rollout/partial/left_samples"]
+    assert left == sum(episode.play.restarts for episode in resumed) == sum(each["env/restarts"] for each in lines[1])
+    assert left > 0 and len(resumed) == 2 * len(straight) // 3
+    hints = [{episode.prompt.messages[-1]["content"] for episode in seen} for seen in trained]
+    assert hints[1] <= hints[0], "another seed"
 
 
 @pytest.mark.parametrize("failure", ["timeout", ""])

@@ -210,17 +210,18 @@ def run_script(path: Path, *words: object, limit_s: float = 120.0) -> None:
 
 
 def workers(folder: Path) -> list[int]:
-    """Reward workers alive that were started by runs in ``folder`` (they inherit its working directory)."""
-    found = []
+    """Workers of rewards and environments alive that were started by runs in ``folder`` (they inherit its working
+    directory)."""
+    found, code = [], b".worker import main"
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if (entry / "cwd").resolve() == folder.resolve() and b"rewards.worker" in (entry / "cmdline").read_bytes():
+            if (entry / "cwd").resolve() == folder.resolve() and code in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return found
 
 
 def no_orphans(folder: Path, limit_s: float = 5.0) -> bool:
-    """True if every reward worker of ``folder`` is gone within ``limit_s``."""
+    """True if every worker of ``folder`` is gone within ``limit_s``."""
     end = time.monotonic() + limit_s
     while workers(folder) and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,0 +1,25 @@
+"""Uneven turns: the gradient depends on neither the ranks nor the cut into micro-batches."""
+import json
+
+import pytest
+import torch
+
+from lightrft.tests.support import environment_ranks, runs, tool_models
+from lightrft.tests.support.invariants import largest_gap
+from lightrft.tests.support.launch import torchrun
+
+
+@pytest.mark.dist
+def test_gradients_of_uneven_turns_on_one_and_two_ranks_under_three_cuts(tmp_path):
+    tool_models.save_model(tmp_path / "model", num_hidden_layers=1)
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in runs.PROMPTS]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    one = environment_ranks.measure(tmp_path, tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    torchrun(environment_ranks.__name__, tmp_path, tmp_path / "two")
+    two = torch.load(tmp_path / "two" / "found.pt", weights_only=False)
+    turns = [one.pop("turns"), two.pop("turns")]
+    assert len(turns[1]) == 2 and sorted(turns[0][0]) == sorted(sum(turns[1].values(), []))
+    assert len({*turns[0][0]}) > 1, "even turns"
+    whole = one.pop("whole")
+    assert max(largest_gap(other, whole) for other in (*one.values(), *two.values())) < 5e-7
