@@ -167,6 +167,9 @@ def test_a_game_of_gymnasium():
     assert info.kind == "gymnasium" and opened.splitlines()[0] == "SFFF" and "\x1b" not in first.messages
     assert "(Down)" in first.messages and no_action.metrics == {"wrong_actions": 1.0} and not no_action.done
     assert (last.reward, last.done, last.metrics) == (1.0, True, {"wrong_actions": 0.0})
+    placed = type("Placed", (foreign.Lake, ), {"observe": lambda self, place: f"row {place // 4}"})
+    assert [answer if isinstance(answer, str) else answer.messages for answer in play(placed, Turn("down"))[1:]] == [
+        "row 0", "row 1"]  # yapf: disable
 
 
 def test_a_game_of_textarena():
