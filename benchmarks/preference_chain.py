@@ -1,6 +1,6 @@
 """Train a chain of everything that learns from answers of one tiny model, on several seeds: held-out accuracy of each.
 
-    python benchmarks/preference_chain.py [--seeds 0 1 2] [--out runs/chain] [--docs]
+    python benchmarks/preference_chain.py [--seeds 0 1 2] [--out runs/chain] [--student_epochs 6] [--docs]
 
 A careless teacher answers additions. Its right and wrong answers are the pairs of DPO, IPO, SimPO and ORPO and the rows
 of KTO. Reward models learn from pairs, process reward models from columns; they also see answers at a high temperature,
@@ -59,6 +59,7 @@ RL = ("--reward_recipe quickstart_rule:rm=1 --strategy auto --eval_steps 0 --no_
 PPO = ("--advantage_estimator gae --advantages_norm --critic_pretrain {critic} --critic_learning_rate 1e-3 "
        "--value_clip 0")
 HELD_OUT = 100  # answers that reward models are measured on
+EPOCHS = 6  # of the student in the docs
 
 
 class Stage(NamedTuple):
@@ -68,7 +69,7 @@ class Stage(NamedTuple):
     words: str
 
 
-def stages(out: Path, seed: int) -> Iterator[Stage]:
+def stages(out: Path, seed: int, student_epochs: int = EPOCHS) -> Iterator[Stage]:
     """Yield the commands of one seed in their order."""
     teacher, data = f"{out}/sft/hf", f"--prompt_data {out}/data/train.parquet --seed {seed}"
     start = f"--pretrain {teacher} --seed {seed} {TRAINED}"
@@ -85,7 +86,7 @@ def stages(out: Path, seed: int) -> Iterator[Stage]:
     yield from policies(out, start)
     yield from rewarded(out, start, data)
     yield from loops(out, seed, teacher)
-    yield from distilled(out, seed, data)
+    yield from distilled(out, seed, data, student_epochs)
     models = " ".join(f"{out}/{name}/hf" for name in NAMES)
     yield Stage("evaluate", "evaluate", f"--pretrain {models} --eval_data {out}/data/test.parquet --score exact "
                 f"--prompt_max_len 64 --generate_max_len 48 --output_path {out}/evaluation")  # yapf: disable
@@ -126,13 +127,13 @@ def loops(out: Path, seed: int, teacher: str) -> Iterator[Stage]:
                 yield Stage(f"{step.folder.relative_to(out)}/{target}".replace("/", "-"), target, " ".join(rest))
 
 
-def distilled(out: Path, seed: int, data: str) -> Iterator[Stage]:
+def distilled(out: Path, seed: int, data: str, epochs: int) -> Iterator[Stage]:
     """Yield the distillation of RAFT's model into an untrained student, on answers of the teacher to new problems."""
     teacher = f"{out}/raft/hf"
     yield Stage("demonstrations", "generate", f"--pretrain {teacher} {data} --output_path {out}/demonstrations.jsonl "
                 "--prompt_max_len 64 --generate_max_len 48 --temperature 0.7 --best_of_n 4")  # yapf: disable
     yield Stage("student", "kd", f"--pretrain {out}/base --teacher_model {teacher} --seed {seed} {TRAINED} "
-                f"--train_data {out}/demonstrations.jsonl --kd_coef 0.9 --learning_rate 3e-3 --max_epochs 6 "
+                f"--train_data {out}/demonstrations.jsonl --kd_coef 0.9 --learning_rate 3e-3 --max_epochs {epochs} "
                 f"--save_path {out}/student")  # yapf: disable
 
 
@@ -229,12 +230,12 @@ def run(stage: Stage, out: Path) -> float:
     return float(done.read_text(encoding="utf-8"))
 
 
-def chain(out: Path, seed: int) -> Results:
+def chain(out: Path, seed: int, student_epochs: int = EPOCHS) -> Results:
     """Run the chain of one seed; return a result per model."""
     for name in ("done", "logs"):
         (out / name).mkdir(parents=True, exist_ok=True)
     seconds = 0.0
-    for stage in stages(out, seed):
+    for stage in stages(out, seed, student_epochs):
         seconds += run(stage, out)
         if stage.name == "pairs":
             make_rows(out)
@@ -332,13 +333,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of data, models and sampling")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "chain", help="folder of the runs")
+    parser.add_argument("--student_epochs", type=int, default=EPOCHS, help="passes of the student over its answers")
     parser.add_argument("--docs", action="store_true", help="put the results into the docs as well")
     args = parser.parse_args()
     for module in ("torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2",
                    "lightrft.inference.batch", "lightrft.inference.evaluation", "lightrft.trainer.offline.dpo_trainer",
                    "lightrft.trainer.spmd_ppo_trainer", "lightrft.strategy.strategy"):  # once, not in every stage
         import_module(module)
-    found = [row for seed in args.seeds for row in chain(args.out.resolve() / f"seed_{seed}", seed)]
+    found = [row for seed in args.seeds
+             for row in chain(args.out.resolve() / f"seed_{seed}", seed, args.student_epochs)]  # yapf: disable
     if args.docs:
         publish(found)
     print(table(found))
