@@ -146,8 +146,9 @@ class SPMDPPOTrainer(PPOTrainer):
         logprobs = LogprobPass(config, strategy, ready.actor, ready.critic, ready.reference, offloader, ready.teacher)
         calculator = get_advantage_calculator(config.algorithm, config.reward, config.rollout.generate_max_len)
         greedy = GreedyBaseline(engine, rewards, tokenizer, environment) if calculator.estimator.needs_greedy else None
-        overlapped, plays = None, environment is not None
+        overlapped: OverlappedPasses | None = None
         if config.rollout.overlap_passes:
+            plays = environment is not None
             overlapped = OverlappedPasses(strategy, logprobs, config.rollout.samples, timer, plays)
         maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs, calculator, timer, greedy,
                                     overlapped, environment, media)

@@ -117,6 +117,9 @@ def test_turns(rig, temperature):
     turns.turns_have_the_scores(requests(), groups, lambda one, ids: rig.logprobs(one, ids, params))
     turns.a_turn_without_room_is_dropped(rig.vllm, requests())
     assert not rig.unfinished()
+    if not temperature:
+        turns.an_environment_in_workers_answers(rig.vllm, rig.hf, rig.tokenizer, requests(),
+                                                lambda one, ids: rig.logprobs(one, ids, params))
 
 
 def test_a_cut_turn(rig):

@@ -3,8 +3,13 @@ from dataclasses import replace
 
 import pytest
 
+from lightrft.environments.base import EnvironmentSpec
+from lightrft.environments.play import Player
+from lightrft.environments.pool import EnvironmentPool
 from lightrft.rollout import SamplingParams
-from lightrft.tests.support.episodes import Group, Response, generate
+from lightrft.rollout.scheduler import generate as run
+from lightrft.tests.support import environments
+from lightrft.tests.support.episodes import episodes_of, generate, Group, Response
 
 ENDS = tuple(range(40, 110))  # a turn has about four tokens
 TURNS, NEW = 3, 12
@@ -86,6 +91,26 @@ def turns_have_the_scores(asked: list[Group], groups: list[list[Response]], scor
         for done in group:
             expected = [value if drawn else 0.0 for value, drawn in zip(score(request, done.token_ids), done.drawn)]
             assert done.logprobs == pytest.approx(expected, abs=2e-5), (request, done)
+
+
+def an_environment_in_workers_answers(engine, reference, tokenizer, asked: list[Group], score) -> None:
+    """Greedy responses are those of ``reference``, and have the log-probs of a plain forward pass."""
+    player = Player(EnvironmentPool(EnvironmentSpec(environments.__file__, "Echo"), 1, 60.0), tokenizer, None, TURNS,
+                    64)
+    params, found = replace(PARAMS, temperature=0.0, max_new_tokens=20), []
+    for one in (engine, reference):
+        episodes = episodes_of(asked)
+        with player.playing(episodes, params.max_new_tokens) as ask:
+            run(one, episodes, params, ask, hears_cuts=True)
+        found.append(episodes)
+    player.shutdown()
+    assert len({episode.play.turns for episode in found[0]}) > 1
+    for episode, other in zip(*found, strict=True):
+        assert (episode.token_ids, episode.loss_mask) == (other.token_ids, other.loss_mask)
+        assert episode.play.messages == other.play.messages and not episode.play.failure
+        scores, begin = score(asked[episode.group_id], episode.response_ids), episode.prompt_len
+        expected = [value if drawn else 0.0 for value, drawn in zip(scores, episode.loss_mask[begin:])]
+        assert episode.logprobs[begin:] == pytest.approx(expected, abs=2e-5)
 
 
 def a_turn_without_room_is_dropped(engine, asked: list[Group]) -> None:
