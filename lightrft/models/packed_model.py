@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lightrft.models import rope, stateful
 from lightrft.models.activations import ModelShape
@@ -133,11 +133,12 @@ def with_score(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def critic_class(modality: ActorModality, config: PretrainedConfig) -> Any:
-    """The class that loads a critic: of a text model Hugging Face's for sequence classification. For models with towers
-    it has none."""
-    if isinstance(modality, MediaModality):
+    """The class that loads a decoder with a head ``score``: Hugging Face's for sequence classification where it has one
+    for the family, else that of :func:`with_score`, as for models with towers."""
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if isinstance(modality, MediaModality) or type(config) not in known:
         return with_score(modality.auto_class._model_mapping[type(config)])
-    return AutoModelForSequenceClassification
+    return known[type(config)]
 
 
 def named_head(stream: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.config.options import show
 from lightrft.config.rm_schema import JudgeFormat, StepFormat
-from lightrft.models.actor_modality import ActorModality, config_value, MediaModality
+from lightrft.models.actor_modality import ActorModality, config_value
 from lightrft.models.head_names import checked_head, HEAD, heads_among, replaces_tokens, tensor_names
 from lightrft.models.lora import ADAPTER, has_adapters
-from lightrft.models.packed_model import named_head, PackedModel, with_score
+from lightrft.models.packed_model import critic_class, named_head, PackedModel
 from lightrft.ops.logprobs import Read, read_logprobs
 from lightrft.ops.segment import segment_softmax, seq_ids
 from lightrft.types import Experience
@@ -262,11 +262,7 @@ def cut_layers(config: PretrainedConfig, layer: int) -> None:
 def reward_class(modality: ActorModality, config: PretrainedConfig, pooling: str) -> Any:
     """Return the class that loads a reward model: Hugging Face's sequence classifier where it has one, with ``score``
     for one value per entry of ``config.num_labels``, or :class:`PooledScore` for the pooling "attn"."""
-    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if isinstance(modality, MediaModality) or type(config) not in known:
-        family = with_score(modality.auto_class._model_mapping[type(config)])
-    else:
-        family = known[type(config)]
+    family = critic_class(modality, config)
     return _with_pool(family) if pooling == "attn" else family
 
 

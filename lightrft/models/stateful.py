@@ -74,6 +74,7 @@ class _PerSequence:
     """The forward pass of a layer with state in a packed row.
 
     ``calls_by_rank``: ranks call its modules as often as their own rows need, so no collective may be in such a call.
+    All ranks call the layer itself equally often.
     """
     calls_by_rank = True
     layer_idx: int

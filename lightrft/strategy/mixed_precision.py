@@ -7,6 +7,7 @@ autograd leads from there to the gradient of the parameter: one bfloat16 gradien
 float32, as FSDP2's ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` does.
 """
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,26 +67,35 @@ def round_in_passes(model: nn.Module) -> None:
 
     They are rounded in each pass, and again where it is recomputed. What a pass reads of another module stays float32:
     towers ask so for the type of their first layer, and cast pictures to it; towers of sounds add the weights of their
-    positions. So modules that need :data:`ONE_TYPE` cast what they get.
+    positions. So modules that need :data:`ONE_TYPE` cast what they get. A layer that calls its parts several times
+    rounds their weights once, for all of its pass.
     """
+    layers = {part: layer for layer in model.modules() if getattr(layer, "calls_by_rank", False)
+              for part in layer.modules()}  # yapf: disable
     for module in model.modules():
         if module._parameters and not keeps_float32(module):
-            module.register_forward_pre_hook(_show)
-            module.register_forward_hook(_hide, always_call=True)
+            reader = layers.get(module, module)
+            reader.register_forward_pre_hook(partial(_show, module))
+            reader.register_forward_hook(partial(_hide, module), always_call=True)
+            if isinstance(module, ONE_TYPE):
+                module.register_forward_pre_hook(_cast)
 
 
-def _show(module: nn.Module, args: Any) -> Any:
-    vars(module).update({name: param.to(COMPUTE) for _, name, param in _own_slots(module)})
-    return tuple(map(_rounded, args)) if isinstance(module, ONE_TYPE) else args
+def _show(owner: nn.Module, _module: nn.Module, _args: Any) -> None:
+    vars(owner).update({name: param.to(COMPUTE) for _, name, param in _own_slots(owner)})
+
+
+def _cast(_module: nn.Module, args: Any) -> Any:
+    return tuple(map(_rounded, args))
 
 
 def _rounded(value: Any) -> Any:
     return value.to(COMPUTE) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
-def _hide(module: nn.Module, _args: Any, _output: Any) -> None:
-    for name in module._parameters:
-        vars(module).pop(name, None)
+def _hide(owner: nn.Module, _module: nn.Module, _args: Any, _output: Any) -> None:
+    for name in owner._parameters:
+        vars(owner).pop(name, None)
 
 
 class ComputeCopy:

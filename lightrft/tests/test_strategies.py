@@ -2,11 +2,16 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.models.loader import load_actor
 from lightrft.tests.support import runs, strategy_ranks, tiny
 from lightrft.tests.support.launch import torchrun
 from lightrft.tests.support.packages import needs_deepspeed
 from lightrft.tests.support.runs import no_picture
+from lightrft.tests.support.shared_prompts import experience
 
 no_picture = no_picture  # the module draws no curve
 pytestmark = needs_deepspeed
@@ -16,14 +21,21 @@ pytestmark = needs_deepspeed
 def home(tmp_path_factory):
     folder = runs.write_home(tmp_path_factory.mktemp("home"))
     tiny.save_model(folder / "experts", "mixtral", num_hidden_layers=1, initializer_range=0.5)
+    for family in ("qwen3_5_moe", "bamba"):
+        tiny.save_model(folder / family, family, initializer_range=0.1)
     return folder
 
 
 @pytest.fixture(scope="module")
-def lines(home, tmp_path_factory):
+def ranks(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("strategies")
     torchrun(strategy_ranks.__name__, home, folder)
-    return json.loads((folder / "lines.json").read_text(encoding="utf-8"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lines(ranks):
+    return json.loads((ranks / "lines.json").read_text(encoding="utf-8"))
 
 
 def numbers(line):
@@ -45,7 +57,7 @@ def test_zero_learns_what_fsdp_learns(kind, name, lines):
 
 @pytest.mark.dist
 def test_a_run_goes_on_with_another_strategy(lines):
-    straight, resumed = lines["models fsdp"], lines["resumed"]
+    straight, resumed = lines[f"{strategy_ranks.RESUMED} fsdp"], lines["resumed"]
     assert [line["step"] for line in resumed] == [1, 2, 3]
     assert numbers(resumed[-1]) == pytest.approx(numbers(straight[-1]), rel=1e-5, abs=1e-5)
 
@@ -56,3 +68,22 @@ def test_the_balance_of_experts_over_two_ranks_is_that_of_one_process(home, line
     for one, other in zip(alone, lines["models fsdp"]):
         for key in ("policy/aux_loss", "policy/loss", "policy/grad_norm"):
             assert one[key] == pytest.approx(other[key], rel=1e-4), key
+
+
+@pytest.mark.dist
+def test_layers_with_state_on_two_ranks_are_those_of_one_process(home, ranks, lines, tmp_path):
+    """Which trains one sequence at a time. Exports have the weights, and load with the log-probs of the policy."""
+    alone = runs.run(home, tmp_path, max_steps=3, micro_train_batch_size=1, **strategy_ranks.options_of("states", home))
+    for one, other in zip(alone.lines, lines["states fsdp"], strict=True):
+        for key in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "reward/mean"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in strategy_ranks.STRATEGIES:
+        exported = load_file(ranks / "states" / name / "hf" / "model.safetensors")
+        assert exported.keys() == weights.keys()
+        gaps = torch.cat([(exported[key] - weight).abs().flatten() for key, weight in weights.items()])
+        assert (gaps > 2e-5).float().mean() < 1e-3, "Adam enlarges the rounding of few gradients, which are nearly 0"
+    policy, exp = alone.trainer.prepared["actor"].model.eval(), experience()
+    with torch.no_grad():
+        loaded = load_actor(PolicyModelConfig(pretrain=str(tmp_path / "hf")), train=False)(exp)[0]
+        torch.testing.assert_close(loaded, policy(exp)[0], atol=1e-6, rtol=0)

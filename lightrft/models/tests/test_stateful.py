@@ -15,7 +15,6 @@ from lightrft.models.packing_check import packing_fault
 from lightrft.models.recomputation import recompute
 from lightrft.models.state_rows import LayerState, StateRows
 from lightrft.models.stateful import LAYERS, stateful
-from lightrft.strategy.deepspeed.deepspeed_strategy import refuse_calls_by_rank
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.recurrence import in_double
 from lightrft.tests.support.shared_prompts import experience
@@ -238,13 +237,6 @@ def test_adapters_on_all_linear_layers_merge(family):
     if family in REFUSED:
         with pytest.raises(UserError, match=f"matches .*{REFUSED[family]}, a Linear, which cannot have an adapter"):
             add_lora(tiny.model(family), 2, 4, 0.0, [REFUSED[family]])
-
-
-def test_zero_3_refuses_them(models):
-    """It gathers weights in each call of a layer, on all ranks at once; ranks with other lengths have other calls."""
-    with pytest.raises(UserError, match="--zero_stage 3 cannot run layers of .*GatedDeltaNet.*use --strategy fsdp"):
-        refuse_calls_by_rank(models[0])
-    refuse_calls_by_rank(tiny.model("qwen2"))
 
 
 @pytest.mark.parametrize("family", tiny.HYBRIDS)

@@ -24,7 +24,6 @@ from lightrft.strategy.mixed_precision import ComputeCopy, round_frozen, round_i
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, create_scheduler, load, set_schedule_step
 from lightrft.strategy.sharding import flat_slice, ParamSlice
 from lightrft.utils.env import World
-from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import replace_tensors
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -133,12 +132,25 @@ def settings(cfg: StrategyConfig, sizes: Sizes, model: nn.Module, trained: bool)
     }
 
 
-def refuse_calls_by_rank(model: nn.Module) -> None:
-    """Refuse layers that ranks call differently often: stage 3 gathers weights in every call, on all ranks at once."""
+def gather_by_layer(model: nn.Module) -> None:
+    """Let stage 3 gather all weights of a layer in one call of it, where ranks call its parts differently often."""
+    package = import_deepspeed()
     for module in model.modules():
         if getattr(module, "calls_by_rank", False):
-            raise UserError(f"--zero_stage 3 cannot run layers of {type(module).__name__}, which are called once "
-                            "for each length of sequences; use --strategy fsdp, or --zero_stage 2")
+            package.utils.set_z3_leaf_module(module, True)
+            module.register_forward_pre_hook(_by_position, with_kwargs=True)
+
+
+def _by_position(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pass the hidden states by position and with a gradient.
+
+    By such a tensor alone DeepSpeed sees the end of the backward pass of a layer. Without one it reduces the gradients
+    and frees the weights at its start.
+    """
+    hidden, *others = args or (kwargs["hidden_states"], )
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return (hidden, *others), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 class DeepspeedStrategy(DistributedStrategy):
@@ -193,7 +205,7 @@ class DeepspeedStrategy(DistributedStrategy):
             round_frozen(model)
         config = settings(self.cfg, self.sizes, model, optim is not None)
         if divided:
-            refuse_calls_by_rank(model)
+            gather_by_layer(model)
             divide(model, config)
         materialize(model, self.device)
         model.to(self.device)

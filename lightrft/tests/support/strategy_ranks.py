@@ -14,6 +14,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "models": {  # policy and reference are mixtures of experts, the critic is dense
         "pretrain": "{home}/experts", "critic_pretrain": "{home}/model", "advantage_estimator": "gae",
         "init_kl_coef": 0.1, "aux_loss_coef": 0.5},
+    "states": {  # policy, reference (mixtures too) and critic have layers with state
+        "pretrain": "{home}/qwen3_5_moe", "critic_pretrain": "{home}/bamba", "advantage_estimator": "gae",
+        "init_kl_coef": 0.1, "aux_loss_coef": 0.5},
     "adapters": {"lora_rank": 2, "init_kl_coef": 0.1, "pretrain_data": ["train.jsonl"], "ptx_batch_size": 5},
 }  # yapf: disable
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -21,6 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "deepspeed", "zero_stage": 2},
     "zero3": {"strategy": "deepspeed", "zero_stage": 3},
 }
+RESUMED = "states"
 SAVING = {"disable_ckpt": False, "save_steps": 1}
 
 
@@ -39,7 +43,7 @@ def main(home: Path, folder: Path) -> None:
             done = runs.run(home, folder / kind / name, max_steps=3, **options_of(kind, home), **strategy)
             holder.barrier()
             found[f"{kind} {name}"] = done.lines
-    models, save = options_of("models", home), folder / "resumed"
+    models, save = options_of(RESUMED, home), folder / "resumed"
     runs.run(home, save, max_steps=2, **models, **STRATEGIES["fsdp"], **SAVING)
     done = runs.run(home, save, max_steps=3, load_checkpoint=True, **models, **STRATEGIES["zero3"], **SAVING)
     holder.barrier()
