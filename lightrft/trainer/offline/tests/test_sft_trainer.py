@@ -9,8 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightrft.config.schema import CheckpointConfig, SinkConfig
-from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.config.schema import CheckpointConfig
+from lightrft.config.shared_schema import PolicyModelConfig, SinkConfig
 from lightrft.config.offline_schema import OfflineTrainConfig
 from lightrft.config.sft_schema import SFTConfig, SFTDataConfig
 from lightrft.datasets.sft_dataset import SFTDataset
