@@ -133,8 +133,10 @@ class GymText:
             await called(self.inner.close)
 
 
-def _wrapped(kind: str, adapter: type, **facts: bool) -> Callable[[type], Adapter]:
-    return lambda cls: Adapter(lambda: adapter(cls()), Info(kind, **facts))
+def _wrapped(kind: str, adapter: type, writes_marks: bool = False,
+             reads_response: bool = False) -> Callable[[type], Adapter]:
+    info = Info(kind, writes_marks=writes_marks, reads_response=reads_response)
+    return lambda cls: Adapter(lambda: adapter(cls()), info)
 
 
 def _made_per_row(kind: str, adapter: Callable[[Any], Any]) -> Callable[[type], Adapter]:
