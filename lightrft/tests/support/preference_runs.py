@@ -133,6 +133,7 @@ EVERY = {
     "kd": ("judged", {"teacher_model": "{home}/other", "kd_top_k": 3}),
     "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]}),
     "sft of lengths": ("lengths", {"pretrain": "{home}/longrope", "max_len": 200}),
+    "sft of states": ("judged", {"pretrain": "{home}/nemotron_h"}),
 }  # yapf: disable
 STRATEGIES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "zero3": ([*EVERY], {"strategy": "deepspeed", "zero_stage": 3}),
@@ -146,6 +147,11 @@ def write_lengths(home: Path) -> None:
     write_longrope(home / "longrope")
     rows = [{"prompt": f"{i}? ", "completion": f"{i:02d} " * (3 + 40 * (i % 4 == 1))} for i in range(24)]
     (home / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_states(home: Path) -> None:
+    """A model whose layers have state."""
+    tiny.save_model(home / "nemotron_h", "nemotron_h", initializer_range=0.1)
 
 
 def run_of(name: str, home: Path, save: Path, **options: Any) -> Any:

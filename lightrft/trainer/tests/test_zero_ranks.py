@@ -22,6 +22,7 @@ def ranks(home, tmp_path_factory):
     pytest.importorskip("deepspeed")
     save = tmp_path_factory.mktemp("ranks")
     runs.write_lengths(home)
+    runs.write_states(home)
     torchrun("lightrft.tests.support.preference_runs", home, save)
     return save
 
