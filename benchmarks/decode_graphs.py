@@ -106,7 +106,7 @@ def rollout(graphs: Counted, space: Workspace, episodes: list[Episode], lengths:
         return torch.zeros(positions.shape[0], 2)
 
     ends = torch.tensor([False, True])
-    generation = Generation(stub, stub, decode_pass, space, params, lambda _: ends, graphs, queue)
+    generation = Generation(stub, stub, decode_pass, space, params, lambda _: ends, graphs, queue, 0)
     choose, slots = generation.shapes.choose, generation.slots
 
     def counted(needed: Shape) -> Shape:

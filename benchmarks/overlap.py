@@ -66,10 +66,10 @@ class Ways:
     def apart(self) -> tuple[float, tuple[float, float], float]:
         """Seconds in sequence; CPU seconds of generation and of the passes; CPU seconds to the end with a free core."""
         packs, early, clock = [], self.early(lambda exp: exp), time.thread_time
-        early._send = lambda: packs.append((clock(), early._open)) or setattr(early, "_open", [])
+        early.flush = lambda: packs.append((clock(), early._open)) or setattr(early, "_open", [])
         start, cpu = time.perf_counter(), clock()
         self.generate(early.add)
-        early._send()
+        early.flush()
         generated, end = clock(), cpu
         for ready, pack in packs:
             begun = clock()

@@ -3,7 +3,7 @@ import inspect
 import json
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn, Tensor
@@ -14,7 +14,8 @@ from lightrft.models.state_rows import Layer, LayerState
 from lightrft.models.stateful import adapt, LAYERS, stateful
 
 
-class StateCosts(NamedTuple):
+@dataclass(frozen=True)
+class StateCosts:
     """Costs of all layers with state together.
 
     Attributes:
