@@ -160,7 +160,7 @@ class Episode:
 
     @property
     def runs(self) -> list[tuple[bool, int, int]]:
-        """Whether the policy drew them, start and stop in the sequence of each run of tokens of the response that have one
+        """Whether the policy drew them, start and stop in the sequence of each run of tokens of the response from one
         source."""
         runs, start = list[tuple[bool, int, int]](), self.prompt_len
         for drawn, segments in groupby(self.segments, key=attrgetter("drawn")):
