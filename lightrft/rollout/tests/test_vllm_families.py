@@ -1,4 +1,5 @@
 """Every family on its way into vLLM, the real one on a CPU: right weights pass the proof, wrong ones do not."""
+import math
 import re
 from types import SimpleNamespace
 
@@ -127,10 +128,13 @@ def test_weights_arrive(family):
     assert set(family.vllm.weights.shapes) == set(family.vllm.weight_dtypes()) == set(family.proof.fingerprints.trainer)
 
 
-def test_weights_of_layers_with_state_arrive(tmp_path):
+@pytest.mark.parametrize("name, count, most", [("qwen3_5", 9, 0.5), ("qwen3_5_moe", 9, math.inf),
+                                               ("qwen3_next", 7, 0.5)])  # yapf: disable
+def test_weights_of_layers_with_state_arrive(name, count, most, tmp_path):
     """In bfloat16: vLLM has no other kernel for them on a CPU, and only for heads of 128. All are compared, also those
-    that it fuses; the canaries have the limits of that arithmetic."""
-    rig = HalfRig(tiny.save_model(tmp_path, "qwen3_5", **STATES))
+    that it fuses; the canaries have the limits of that arithmetic. A router that rounds otherwise takes another expert,
+    which has no limit at a single token."""
+    rig = HalfRig(tiny.save_model(tmp_path, name, **STATES))
     with torch.no_grad():
         for name, weight in rig.actor.named_parameters():
             if "linear_attn" in name and weight.ndim == 1:  # the same value everywhere would hide a wrong order
@@ -138,12 +142,12 @@ def test_weights_of_layers_with_state_arrive(tmp_path):
     for _ in range(2):
         assert 1e-4 < rig.sync() < 0.05
         mean, largest = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
-        assert mean < BANDS["bf16"].mean and largest < 0.5, (mean, largest)
+        assert mean < BANDS["bf16"].mean and largest < most, (mean, largest)
         rig.learn()
     compared = set(rig.proof.fingerprints.trainer)
     assert set(rig.vllm.weights.shapes) == set(rig.vllm.weight_dtypes()) == compared
     names = [name for name in compared if "linear_attn" in name]
-    assert len(names) == 9
+    assert len(names) == count
     for name in names:
         names_a_fault(rig, "rows", name)
     rig.vllm.shutdown()

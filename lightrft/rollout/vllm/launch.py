@@ -1,8 +1,9 @@
 """Start of vLLM in this process: its environment, its arguments, and the process state that is restored after it."""
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -164,13 +165,27 @@ def _wait(stream: Any, other: Any) -> None:
 
 
 def keep_weights_unpacked() -> None:
-    """Keep linear weights unpacked on a CPU.
+    """Keep linear weights, and those of convolutions, unpacked on a CPU.
 
     vLLM would pack them into handles of oneDNN. The handle of a tied head is not renewed when the embedding is
     (log-probs were off by 0.1 after an update), and packed weights cannot be compared with the trainer's.
     """
     from vllm import _custom_ops
     _custom_ops._supports_onednn = False
+    _keep_convolutions_unpacked()
+
+
+@lru_cache(maxsize=None)
+def _keep_convolutions_unpacked() -> None:
+    """CPUs with AVX-512 for bfloat16 would hold those of layers with state in another order, which no update knows."""
+    from vllm import _custom_ops
+
+    def unpacked(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda **given: kernel(**given | {"is_weight_packed": False})
+
+    _custom_ops.causal_conv1d_weight_pack = lambda weight: weight
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        setattr(_custom_ops, name, unpacked(getattr(_custom_ops, name)))
 
 
 def take_short_windows() -> None:

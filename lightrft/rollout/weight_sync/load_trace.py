@@ -22,18 +22,25 @@ class Copy(NamedTuple):
     def start(self) -> tuple[int, ...] | None:
         """Index in the weight of the part's first element; None where the part is not a block of the weight with the
         same strides and unchanged values (SGLang's loader adds 1 to norms of Gemma)."""
-        ahead = self.weight.ndim - self.part.ndim
         of_weight = self.part.untyped_storage()._cdata == self.weight.untyped_storage()._cdata
-        if not of_weight or self.weight._version or ahead < 0 or self.part.stride() != self.weight.stride()[ahead:]:
-            return None
-        if self.part.shape != self.view.shape:
+        if not of_weight or self.weight._version or self._block is None or self.part.shape != self.view.shape:
             return None
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(self.part.storage_offset()), self.weight.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part, with a 1 for every dimension that it lacks."""
-        return (1, ) * (self.weight.ndim - self.part.ndim) + tuple(self.part.shape)
+        """Shape of the part, with a 1 for every dimension that it lacks: of one expert, or of the channels of a
+        convolution, whose middle dimension vLLM drops in some models."""
+        return tuple(self.part.shape) if self._block is None else self._block
+
+    @property
+    def _block(self) -> tuple[int, ...] | None:
+        """``shape``, if each dimension of the part is one of the weight."""
+        left, sizes = [*zip(self.part.shape, self.part.stride())], []
+        for size, stride in zip(reversed(self.weight.shape), reversed(self.weight.stride())):
+            fits = left and left[-1][0] <= size and left[-1][1] == stride
+            sizes.append(left.pop()[0] if fits else 1)
+        return None if left else tuple(sizes[::-1])
 
 
 class _Watch(TorchDispatchMode):
