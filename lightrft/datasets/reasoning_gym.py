@@ -4,8 +4,6 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import parse_qsl
 
-import yaml
-
 from lightrft.datasets.row_formats import DataError, Row
 from lightrft.utils.errors import CaptureException, did_you_mean, first_line, install_command
 
@@ -32,6 +30,7 @@ def reasoning_gym_rows(spec: str, split: str) -> list[Row]:
 
 
 def _values(spec: str, query: str) -> dict[str, Any]:
+    import yaml  # the doctor looks at it
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         return {option: yaml.safe_load(value) for option, value in pairs}

@@ -56,7 +56,8 @@ def test_faults_of_environments_on_two_ranks(home, tmp_path):
     started = {name: launch(tmp_path / name, each, ranks=2) for name, each in options.items()}
 
     killed = started["killed"]
-    wait_until(lambda: len(workers(tmp_path / "killed")) == 2 or not killed.processes[0].is_alive(), LIMIT_S)
+    hung = (tmp_path / "killed").glob
+    wait_until(lambda: len([*hung("hung_*")]) == 2 or not killed.processes[0].is_alive(), LIMIT_S)
     assert len(workers(tmp_path / "killed")) == 2, killed.output
     killed.signal(signal.SIGKILL, rank=1)
     assert killed.wait(LIMIT_S) == [1, -signal.SIGKILL], killed.output

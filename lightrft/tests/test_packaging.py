@@ -92,7 +92,7 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
     assert not [text for text in there if not Requirement(text).specifier.contains(pinned[Requirement(text).name])]
     kinds = {
         "vllm", "sglang", "deepspeed", "liger", "flash-attn", "bitsandbytes", "vl", "audio", "video", "wandb",
-        "trackio", "agents", "docs", "dev"
+        "trackio", "agents", "reasoning", "docs", "dev"
     }
     assert set(extras) == kinds
     wanted = requirement_names((ROOT / "requirements-dev.txt").read_text(encoding="utf-8")) | requirement_names(pins)
@@ -100,7 +100,8 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
 
 
 # distributions whose module has another name, and those that others import for us
-MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn"}
+MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn",
+           "reasoning-gym": "reasoning_gym"}  # yapf: disable
 INDIRECT = {
     "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "cuda-python":
     "flashinfer; an older one has files of cuda-bindings", "tokenizers": "transformers; its release is part of the set"

@@ -45,6 +45,7 @@ ELSEWHERE = {
     ("docs/data.md", "text", "data: "): "datasets/tests/test_columns.py",
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
+    ("docs/environments.md", "json", ""): "inference/tests/test_turns_of_rows.py",
     ("docs/preferences.md", "json", ""): "trainer/offline/tests/test_dpo_trainer.py",
     ("examples/preferences/README.md", "bash", ""): "tests/test_examples.py",
     ("examples/raft/README.md", "bash", ""): "tests/test_rounds.py",

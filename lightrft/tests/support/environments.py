@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import time
+from pathlib import Path
 
 from lightrft.environments.base import Step
 
@@ -84,11 +85,17 @@ class Fated:
     def step(self, turn):
         if self.fate == "exit" and turn.number == 1:
             os._exit(3)
-        fates = {"hang": lambda: time.sleep(600), "raise": lambda: {}["key"], "flood": lambda: Step("x" * (3 << 20)),
+        fates = {"hang": self._hang, "raise": lambda: {}["key"], "flood": lambda: Step("x" * (3 << 20)),
                  "speak": lambda: Step(EVIL, reward=1.0)}  # yapf: disable
         if turn.number == 0 and self.fate in fates:
             return fates[self.fate]()
         return Step("go on", reward=1.0, done=turn.number == 2)
+
+    @staticmethod
+    def _hang():
+        """Leave a file that says so."""
+        Path(f"hung_{os.getpid()}").touch()
+        time.sleep(600)
 
 
 class Uneven:
