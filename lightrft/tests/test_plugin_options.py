@@ -222,7 +222,7 @@ def test_two_plugins_with_the_same_option_are_named(tmp_path, monkeypatch, capsy
 @pytest.fixture(name="files")
 def fixture_files(tmp_path, monkeypatch):
     """A folder with plugins that say that they were imported, as the current one; what they add is gone after it."""
-    for name in ("one.py", "two.py", "pl/three.py", "pack/__init__.py", "pack/four.py", "bare/five.py", "~/six.py"):
+    for name in ("one.py", "two.py", "pl/three.py", "pack/__init__.py", "pack/four.py", "bare/five.py", "~/sixth.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import sys\nsys.imported_plugins.append(__name__)\n")
     (tmp_path / "pack" / "four.py").write_text("from . import sys\nsys.imported_plugins.append(__name__)\n")
@@ -235,7 +235,7 @@ def fixture_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name in ("one", "two", "three", "pack", "pack.four", "five", "six", "bare"):
+        if name in ("one", "two", "three", "pack", "pack.four", "five", "sixth", "bare"):
             del sys.modules[name]
 
 
@@ -243,7 +243,7 @@ def fixture_files(tmp_path, monkeypatch):
     (["one.py", "two"], "one two"),
     (["./one.py,pl/three.py"], "one three"),
     (["one", "--plugin", "pl/three", "--seed", "1"], "one three"),
-    (["{0}/two.py", "~/six.py"], "two six"),
+    (["{0}/two.py", "~/sixth.py"], "two sixth"),
     (["pack", "pack/four.py"], "pack pack.four"),
     (["pack/", "pack/__init__.py"], "pack"),
     (["../{1}/pl/three.py"], "three"),

@@ -99,8 +99,8 @@ def test_a_long_response_is_cut_in_the_middle():
 def test_a_record_says_who_wrote_its_tokens():
     """And the rewards of turns, on tokens that are shown; what is cut has none."""
     roles = ["assistant", "tool", "user", "assistant", "environment", "assistant"]
-    play = Play([{"role": role, "content": ""} for role in roles], [(3, 0.5), (7, -1.0), (9, 2.0)], limit="max_turns",
-                turns=3, calls=1)  # yapf: disable
+    play = Play([{"role": role, "content": ""} for role in roles], rewards=[(3, 0.5), (7, -1.0), (9, 2.0)],
+                limit="max_turns", turns=3, calls=1)  # yapf: disable
     runs_of_tokens = [Segment(ids, [-0.5] * len(ids), drawn) for ids, drawn in
                       (([5, 6], True), ([7, 8, 9], False), ([10], True), ([11], False), ([12], True))]  # yapf: disable
     episode = Episode(Prompt("u", [3, 4], ""), 0, 0, runs_of_tokens, score=Score(1.0), play=play)
