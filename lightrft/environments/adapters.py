@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from lightrft.environments.base import Info, Message, Step, Task, Turn
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
-from lightrft.environments.interop import called, number, numbers, parameters, row_of, taken
+from lightrft.environments.interop import called, MadePerRow, number, numbers, parameters, row_of, taken
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlTools
 
@@ -104,15 +104,11 @@ class AgentInstance:
                     done=bool(answer.get("done", not feedback)))  # yapf: disable
 
 
-class GymText:
+class GymText(MadePerRow):
     """SkyRL-Gym: ``init(prompt) -> (messages, info)``, ``step(text)`` returns observations, reward, done and metadata.
 
     A constructor may take ``env_config``, and ``extras``: the row, with ``reward_spec.ground_truth``.
     """
-
-    def __init__(self, cls: Callable[..., Any]) -> None:
-        self.cls = cls
-        self.inner: Any = None
 
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
         """Make the environment of the row, and return the messages that ``init`` adds to those of the prompt."""
@@ -126,11 +122,6 @@ class GymText:
         answer = await called(self.inner.step, turn.text)
         return Step(list(answer["observations"]), number(answer.get("reward")), bool(answer["done"]),
                     numbers(answer.get("metadata")))  # yapf: disable
-
-    async def close(self) -> None:
-        """Close the inner environment."""
-        if hasattr(self.inner, "close"):
-            await called(self.inner.close)
 
 
 def _wrapped(kind: str, adapter: type, writes_marks: bool = False,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightrft.environments.base import Message, Step, Task, Turn
-from lightrft.environments.interop import called, extra_info, number, numbers, row_of
+from lightrft.environments.interop import called, extra_info, MadePerRow, number, numbers, row_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours of a terminal
 
@@ -72,13 +72,13 @@ class TextArenaGame:
         return new.strip()
 
 
-class SwiftGym:
+class SwiftGym(MadePerRow):
     """The Gym of ms-swift: ``reset(config) -> (text, info, system message)``, ``step(messages) -> (text, reward, done,
     info)``. ``config`` has ``messages`` and ``data_dict``, and the constructor takes ``extra_info.env_config``."""
 
     def __init__(self, cls: Callable[..., Any]) -> None:
-        self.cls, self.messages = cls, list[Message]()
-        self.inner: Any = None
+        super().__init__(cls)
+        self.messages = list[Message]()
 
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
         """Make the environment of the row; its messages follow those of the prompt."""
@@ -96,11 +96,6 @@ class SwiftGym:
         self.messages.append({"role": "user", "content": shown(text)})
         return Step(shown(text), number(reward), bool(done), numbers(info))
 
-    async def close(self) -> None:
-        """Close the inner environment."""
-        if hasattr(self.inner, "close"):
-            await called(self.inner.close)
-
 
 class SwiftRequest:
     """What ``reset`` of ms-swift reads of a ``RolloutInferRequest``."""
@@ -109,13 +104,9 @@ class SwiftRequest:
         self.messages, self.data_dict = [*messages], data
 
 
-class RllmGame:
+class RllmGame(MadePerRow):
     """An environment of rLLM: ``from_dict(row)``, ``reset() -> (observation, info)``, ``step(text) -> (observation,
     reward, done, info)``."""
-
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-        self.inner: Any = None
 
     async def reset(self, prompt: Task, seed: int) -> str:
         """Make the environment of the row; an observation that is a text follows the prompt, for others are the row."""
@@ -127,11 +118,6 @@ class RllmGame:
         """Pass the text of a turn."""
         observation, reward, done, info = await called(self.inner.step, turn.text)
         return Step(shown(observation), number(reward), bool(done), numbers(info))
-
-    async def close(self) -> None:
-        """Close the inner environment."""
-        if hasattr(self.inner, "close"):
-            await called(self.inner.close)
 
 
 def shown(observation: Any) -> str:

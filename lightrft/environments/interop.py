@@ -15,6 +15,19 @@ async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any)
     return await value if inspect.isawaitable(value) else value
 
 
+class MadePerRow:
+    """An environment whose inner one, which may have ``close()``, is made of a row by its class."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+        self.inner: Any = None
+
+    async def close(self) -> None:
+        """Close the inner environment."""
+        if hasattr(self.inner, "close"):
+            await called(self.inner.close)
+
+
 def number(value: Any) -> float | None:
     """Return a number, also of a tensor with one value or of a list of one."""
     if value is None:

@@ -1,12 +1,12 @@
 """Tools as an environment: functions that the policy calls. A wrong call is answered, and never an error."""
 import asyncio
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
+from lightrft.environments.interop import called
 from lightrft.utils.errors import CaptureException, first_line, UserError
 
 Tool = Callable[..., Any]
@@ -46,10 +46,7 @@ class ToolBox:
         """Make a call; a wrong one is told what is wrong."""
         if problem := self.problem(call):
             return Answered(f"Error: {problem}", False)
-        tool = self.tools[call.name]
-        if inspect.iscoroutinefunction(tool):
-            return Answered(_text(await tool(**call.arguments)), True)
-        return Answered(_text(await asyncio.to_thread(tool, **call.arguments)), True)
+        return Answered(_text(await called(self.tools[call.name], **call.arguments)), True)
 
     def problem(self, call: ToolCall) -> str:
         """Say what is wrong with a call: no call, an unknown name, or arguments that the function does not take."""
