@@ -2,8 +2,12 @@
 import re
 import unicodedata
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lightrft.datasets.rendering import Renderer
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 class ControlTokens:
@@ -43,3 +47,14 @@ class ControlTokens:
     def _marks(self) -> re.Pattern[str]:
         tokens = {token for token in self._texts.values() if token.strip()}
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+
+def special_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Return the special tokens, one of which ends each turn of a chat, and none of which is inside of a text."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | {number for number in tokenizer.all_special_ids if number is not None})
+
+
+def special_texts(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Return the texts of :func:`special_ids`."""
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))]

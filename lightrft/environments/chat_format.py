@@ -1,16 +1,19 @@
 """Turns as tokens: what the policy drew is read and never encoded again; what it reads next is encoded behind it."""
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.control_tokens import ControlTokens
+from lightrft.datasets.control_tokens import ControlTokens, special_ids
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError
 from lightrft.environments.base import Message, ToolCall
-from lightrft.utils.errors import CaptureException, first_line, install_command, UserError
+from lightrft.environments.call_forms import CallForm, forms_of, hermes, package
+from lightrft.environments.turn_template import ASK, call_of, PROBE, result_of, TurnTemplate
+from lightrft.utils.errors import CaptureException, first_line, UserError
 from lightrft.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -21,17 +24,11 @@ if TYPE_CHECKING:
 # without them, or with another template, is rendered by its template.
 FAMILIES = {
     "deepseek_v3": "DeepSeekV3RendererConfig", "gemma4": "Gemma4RendererConfig", "glm4_moe": "GLM45RendererConfig",
-    "gpt_oss": "GptOssRendererConfig", "kimi_k2": "KimiK2RendererConfig", "llama": "Llama3RendererConfig",
-    "minimax_m2": "MiniMaxM2RendererConfig", "qwen3": "Qwen3RendererConfig", "qwen3_moe": "Qwen3RendererConfig",
-    "qwen3_5": "Qwen35RendererConfig", "qwen3_5_moe": "Qwen35RendererConfig", "qwen3_vl": "Qwen3VLRendererConfig",
-    "qwen3_vl_moe": "Qwen3VLRendererConfig"
+    "kimi_k2": "KimiK2RendererConfig", "minimax_m2": "MiniMaxM2RendererConfig", "qwen3": "Qwen3RendererConfig",
+    "qwen3_moe": "Qwen3RendererConfig", "qwen3_5": "Qwen35RendererConfig", "qwen3_5_moe": "Qwen35RendererConfig",
+    "qwen3_vl": "Qwen3VLRendererConfig", "qwen3_vl_moe": "Qwen3VLRendererConfig"
 }  # yapf: disable
-_CALLS = ("<tool_call>", "</tool_call>")  # around calls in JSON, in the Hermes form
-_PROBE = "lightrft-answer"
-_ASK: Message = {"role": "user", "content": "1"}
-_ANSWERED: list[Message] = [_ASK, {"role": "assistant", "content": _PROBE}]
-_OBSERVATIONS: tuple[list[Message], ...] = ([{"role": "user", "content": "2"}],
-                                            [{"role": "tool", "name": "f", "content": "2"}])  # yapf: disable
+_OBSERVATIONS: tuple[list[Message], ...] = ([{"role": "user", "content": "2"}], [result_of("f")])
 _ERRORS = {
     "invalid_json": "the call is no valid JSON: {}", "unclosed_block": "the call has no end: {}", "missing_name":
     "the call names no tool: {}", "malformed_structure": "the call is malformed: {}", "unknown_tool":
@@ -48,53 +45,88 @@ class ChatFormat:
 
     Raises:
         UserError: the package ``renderers`` is missing, there is no chat template, the template changes earlier turns
-            when it renders later ones, or nothing reads calls of tools in this form.
+            when it renders later ones or refuses results of tools, or nothing reads calls of tools in its form.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model_type: str, schemas: Sequence[dict[str,
                                                                                                    Any]] = ()) -> None:
         self.tokenizer, self.schemas = tokenizer, list(schemas)
         self._encoder, self._name = Renderer(DataConfig(), tokenizer), f"{tokenizer.name_or_path!r} ({model_type})"
-        self._control = ControlTokens(self._encoder)
+        self._control, self._ends = ControlTokens(self._encoder), special_ids(tokenizer)
         if not tokenizer.chat_template:
             raise UserError(f"--environment: the tokenizer {tokenizer.name_or_path!r} has no chat template, which an "
                             "environment that answers with messages needs. Give one with --chat_template")
+        self._template = TurnTemplate(self._encoder, self._name)
         self.family = _family(tokenizer, model_type)
         if self.family is not None and not self._is_of_family(self.family):
             self.family = None
-        self.reader = self.family or _generic(tokenizer)
+        self.reader: CallForm = self.family or self._form(model_type)
         self._check()
 
     def _is_of_family(self, family: "FamilyRenderer") -> bool:
         """Return True unless the model's template continues a conversation in another way than its family."""
-        asked = self._ids(self._applied([_ASK], True))
-        drawn = self._ids(_PROBE) + [self.tokenizer.eos_token_id]
+        asked = self._ids(self._template.text([ASK], opens=True))
+        drawn = self._ids(PROBE) + [self.tokenizer.eos_token_id]
         for messages in _OBSERVATIONS:
-            with CaptureException() as captured:
-                expected = self._by_template(drawn, messages)
-            if captured.cause is None and self._by_family(family, asked, drawn, messages) != expected:
-                return False
+            with suppress(DataError):  # the template has no results of tools
+                if self._by_family(family, asked, drawn, messages) != self._by_template(drawn, messages):
+                    return False
         return True
 
-    def _check(self) -> None:
-        if self.schemas and self.family is None and not self._reads_calls:
-            raise UserError(f"--environment: nothing reads calls of tools of the model {self._name}: its tokenizer has "
-                            f"no tokens {' and '.join(_CALLS)}, and its family is none of {', '.join(FAMILIES)}. Use a "
-                            "model that was trained to call tools, or an environment that reads text")
-        if self.family is None:
-            _, _ = self._answered  # it refuses a template that is not prefix-stable
-        elif not self.family.is_prefix_stable:
-            get_logger().info("environment: thoughts and earlier turns stay in the context as they were drawn; the "
-                              f"chat template of {self._name} may leave them out when a server renders it anew")
+    def _form(self, model_type: str) -> CallForm:
+        """Return the form of calls: one that reads those of the template, where it writes them; else the first one.
 
-    @property
-    def _reads_calls(self) -> bool:
-        ids = [self.tokenizer.convert_tokens_to_ids(mark) for mark in _CALLS]
-        return all(isinstance(one, int) and one != self.tokenizer.unk_token_id for one in ids)
+        Raises:
+            UserError: no form does, and there are tools.
+        """
+        forms = forms_of(self.tokenizer, model_type)
+        written = self._written_call() if self._template.shows_calls else ""
+        fitting = [form for form in forms if not written or self._reads(form, written)]
+        if fitting:
+            return fitting[0]
+        if self.schemas:
+            raise UserError(
+                f"--environment: nothing reads calls of tools of the model {self._name}: its template writes "
+                f"{written[-200:]!r}, which is neither the Hermes form (the tokens <tool_call> and </tool_call>), nor "
+                "that of Llama 3 or gpt-oss with their tokens. Use a model that was trained to call tools, or an "
+                "environment that reads text")
+        return hermes(self.tokenizer)
+
+    def _written_call(self) -> str:
+        """Return a call as the template writes it, behind the start of an answer."""
+        opened, text = self._template.text([ASK], opens=True), self._template.text([ASK, call_of("f")])
+        return text.removeprefix(opened)
+
+    def _reads(self, form: CallForm, text: str) -> bool:
+        asked, tools = self._ids(self._template.text([ASK], opens=True)), [{"type": "function", "function": {}}]
+        with CaptureException():
+            (call, ) = form.parse_response(self._ids(text), tools=tools, prompt_ids=asked).tool_calls
+            return (call.name, call.arguments) == ("f", {"x": PROBE})
+        return False
+
+    def _check(self) -> None:
+        """Refuse a template that cannot continue what was drawn; say where serving differs."""
+        if self.family is None:
+            self._template.behind(_OBSERVATIONS[0])
+            if self.schemas:
+                self._check_results()
+        if self._template.drops_thoughts:
+            get_logger().info("environment: thoughts stay in the context as they were drawn; the chat template of "
+                              f"{self._name} leaves them out of earlier turns when a server renders the chat anew")
+
+    def _check_results(self) -> None:
+        try:
+            self._template.behind(_OBSERVATIONS[1])
+        except DataError as error:
+            raise UserError(f"--environment: the model {self._name} cannot read results of tools: {error}") from error
 
     def read(self, prompt_ids: list[int], drawn: list[int]) -> tuple[Message, tuple[ToolCall, ...]]:
         """Return a turn as a message, and the calls of tools in it, wrong ones too."""
-        parsed = self.reader.parse_response(drawn, tools=self.schemas or None, prompt_ids=prompt_ids)
+        try:
+            parsed = self.reader.parse_response(drawn, tools=self.schemas or None, prompt_ids=prompt_ids)
+        except (RecursionError, ValueError):  # JSON with brackets too deep, or a number with too many digits
+            text = self.tokenizer.decode(drawn)
+            return {"role": "assistant", "content": text}, (_unreadable(text), )
         calls = tuple(map(_call, parsed.tool_calls))
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
@@ -125,30 +157,12 @@ class ChatFormat:
         return following.token_ids[len(known):]
 
     def _by_template(self, drawn: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens that the template writes behind an answer: its rest, the messages, the next start."""
-        known, tail = self._answered
-        text = self._applied([*_ANSWERED, *messages], True)
-        end = self.tokenizer.eos_token
-        if drawn and drawn[-1] == self.tokenizer.eos_token_id:
-            tail = tail.removeprefix(end if isinstance(end, str) else "")
-        return self._ids(tail + text[len(known):])
-
-    @cached_property
-    def _answered(self) -> tuple[str, str]:
-        """A chat with an answer as the template writes it, and what it writes behind the answer.
-
-        Raises:
-            UserError: it renders an answer in another way when a message follows.
-        """
-        known, text = self._applied(_ANSWERED, False), self._applied([*_ANSWERED, _OBSERVATIONS[0][0]], True)
-        if _PROBE not in known or not text.startswith(known):
-            raise UserError(f"--environment: the chat template of {self._name} is not prefix-stable: with a later "
-                            f"message it renders {known[-60:]!r} as {text[:len(known)][-60:]!r}, so later turns "
-                            "would not follow what was drawn. Give another one with --chat_template")
-        return known, known.rpartition(_PROBE)[2]
-
-    def _applied(self, messages: Sequence[Message], opens: bool) -> str:
-        return self._encoder.chat_text([list(messages)], generation_prompt=opens)[0]
+        """Return the tokens that the template writes behind an answer: its end, unless it was drawn, the messages, and
+        the next start."""
+        end, rest = self._template.behind(messages)
+        if drawn and drawn[-1] in self._ends:  # the start of a message may be what ends the turn before
+            return self._ids(rest if end else rest.removeprefix(self.tokenizer.decode(drawn[-1:])))
+        return self._ids(end + rest)
 
     def _ids(self, text: str) -> list[int]:
         return self._encoder.encode_inside([text])[0]
@@ -159,8 +173,9 @@ class ChatFormat:
         return text, ids
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose texts are :meth:`neutral`, as the policy reads them."""
-        return [message | {"content": self.neutral(message["content"])} for message in messages]
+        """Return messages whose texts, names too, are :meth:`neutral`, as the policy reads them."""
+        return [{key: self.neutral(value) if isinstance(value, str) else value for key, value in message.items()}
+                for message in messages]  # yapf: disable
 
     def neutral(self, text: str) -> str:
         """Return a text that has no token of the chat template or of calls: a blank parts the marks of these."""
@@ -178,9 +193,13 @@ def _call(parsed: "ParsedToolCall") -> ToolCall:
     return ToolCall(str(parsed.name or ""), arguments if isinstance(arguments, dict) else {}, error, parsed.raw)
 
 
+def _unreadable(text: str) -> ToolCall:
+    return ToolCall("", error=_ERRORS["invalid_json"].format(text[:200]), raw=text)
+
+
 def _family(tokenizer: PreTrainedTokenizerBase, model_type: str) -> "FamilyRenderer | None":
     """Return the renderer of a model's family; None if there is none, or the tokenizer lacks its tokens."""
-    renderers = _package()
+    renderers = package()
     name = FAMILIES.get(model_type)
     if name is None:
         return None
@@ -191,18 +210,3 @@ def _family(tokenizer: PreTrainedTokenizerBase, model_type: str) -> "FamilyRende
         raise UserError(f"--environment: the renderer {name!r} of the model type {model_type!r} does not take the "
                         f"tokenizer {tokenizer.name_or_path!r}: {first_line(captured.cause or ValueError())}")
     return None
-
-
-def _generic(tokenizer: PreTrainedTokenizerBase) -> "FamilyRenderer":
-    """Return what reads calls in the Hermes form, where the tokenizer has their tokens."""
-    renderers = _package()
-    return renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig(tool_parser="qwen3"))
-
-
-def _package() -> Any:
-    try:
-        import renderers
-    except ImportError as error:
-        raise UserError("--environment needs the package renderers to read turns and calls; run: "
-                        f"{install_command('agents')}") from error
-    return renderers

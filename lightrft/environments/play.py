@@ -10,6 +10,7 @@ from itertools import groupby, takewhile
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
+from lightrft.datasets.control_tokens import special_ids
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
@@ -83,7 +84,7 @@ class Player:
                  max_turns: int, prompt_max_len: int) -> None:
         self.pool, self.tokenizer, self.form = pool, tokenizer, form
         self.max_turns, self.prompt_max_len = max_turns, prompt_max_len
-        self._encoder = Renderer(DataConfig(), tokenizer)
+        self._encoder, self._ends = Renderer(DataConfig(), tokenizer), special_ids(tokenizer)
         self._sessions: dict[Key, tuple[Play, int]] = {}  # numbers, with the records that they write
         self._logged: set[str] = set()
         self._quick = True  # no answer was late so far
@@ -236,7 +237,7 @@ class Player:
 
     def _body(self, drawn: list[int]) -> list[int]:
         """Return a turn without its end token."""
-        return drawn[:-1] if drawn[-1] == self.tokenizer.eos_token_id else drawn
+        return drawn[:-1] if drawn[-1] in self._ends else drawn
 
     def _close(self, episode: Episode) -> None:
         _, session = self._sessions.pop(episode.key, (None, None))

@@ -5,38 +5,19 @@ import pytest
 from lightrft.environments.base import ToolCall
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.tests.test_tools import BOX
-from lightrft.tests.support import tool_models
+from lightrft.tests.support import chat_families, tool_models
 from lightrft.utils.errors import UserError
 
 ASK = [{"role": "user", "content": "1+2?"}]
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"key": "x"}}\n</tool_call>'
 RESULT = {"role": "tool", "name": "add", "content": "3"}
-DRAWN = "zyx"  # in what the policy draws, and nowhere else
 FAMILIES = ["qwen3", "qwen2", "mistral"]  # one of renderers; two whose template decides
-
-
-class Guarded:
-    """A tokenizer that raises when it is given a text that was drawn."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-    def encode(self, text, *args, **kwargs):
-        assert DRAWN not in text, f"drawn text is encoded again: {text!r}"
-        return self.tokenizer.encode(text, *args, **kwargs)
-
-    def __call__(self, texts, *args, **kwargs):
-        assert DRAWN not in str(texts), f"drawn text is encoded again: {texts!r}"
-        return self.tokenizer(texts, *args, **kwargs)
 
 
 @pytest.fixture(name="form", params=FAMILIES)
 def fixture_form(request):
-    return ChatFormat(Guarded(tool_models.tokenizer()), request.param, BOX.schemas)
+    return ChatFormat(chat_families.Guarded(tool_models.tokenizer()), request.param, BOX.schemas)
 
 
 def ids(text):
