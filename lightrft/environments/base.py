@@ -122,6 +122,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Failure:
-    """An environment that did not answer: one of :data:`FAILURES`, and a text for people."""
+    """An environment that did not answer: one of :data:`FAILURES`, and a text for people; or ``refused``, for what ends
+    the run."""
     cause: str
     detail: str = ""

@@ -101,6 +101,11 @@ class Player:
                 if not episode.open:
                     self._close(episode)
 
+    @property
+    def role(self) -> str:
+        """Role of the messages that answer most turns."""
+        return "tool" if self.pool.info.tools else "user"
+
     def check(self, prompt: Prompt) -> None:
         """Raise a :class:`UserError` if a prompt does not show the tools, or is no chat that messages could follow."""
         if self.pool.info.tools and not prompt.template_kwargs.get("tools"):
@@ -116,7 +121,13 @@ class Player:
         self.pool.shutdown()
 
     def log_once(self, failure: Failure) -> None:
-        """Log the first failure of each cause."""
+        """Log the first failure of each cause.
+
+        Raises:
+            UserError: no response could be played with this environment.
+        """
+        if failure.cause == "refused":
+            raise UserError(f"--environment {self.pool.spec.title}: {failure.detail}")
         if failure.cause not in self._logged:
             self._logged.add(failure.cause)
             logger.warning(

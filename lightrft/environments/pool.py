@@ -1,5 +1,6 @@
 """Killable processes in which environments run. Nobody waits for them: a call returns a future at once."""
 import json
+import logging
 import queue
 import threading
 import time
@@ -11,8 +12,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightrft.environments.base import EnvironmentSpec, Failure, Info, Step, Task, Turn
-from lightrft.rewards.workers.pool import kill_group, start_process
+from lightrft.rewards.workers.pool import kill_group, NoProcessError, start_process
 from lightrft.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Answer = Step | Failure
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file
@@ -191,9 +194,20 @@ class EnvironmentPool:
         self._workers = [worker for worker in self._workers if worker.alive or worker.sessions]
         alive = [worker for worker in self._workers if worker.alive]
         if len(alive) < self.count and all(worker.sessions for worker in alive):
-            alive.append(Worker(self.spec, self.limit_s))
-            self._workers.append(alive[-1])
+            alive += self._another(bool(alive))
         return min(alive, key=lambda worker: len(worker.sessions))
+
+    def _another(self, spare: bool) -> list[Worker]:
+        """Start a worker; with ``spare``, others run, which take its sessions where the system gives no process."""
+        try:
+            self._workers.append(Worker(self.spec, self.limit_s))
+        except NoProcessError as error:
+            if not spare:
+                raise
+            logger.warning("%s. The run goes on with the workers that it has", error)
+            self.count = len(self._workers)
+            return []
+        return self._workers[-1:]
 
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_S):

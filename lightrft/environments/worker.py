@@ -10,8 +10,6 @@ import inspect
 import json
 import math
 import os
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from typing import Any
 from lightrft.environments.base import EnvironmentSpec, Message, Step, Task, Turn
 from lightrft.environments.loading import load
 from lightrft.rewards.workers.event_loop import LOOP_FILES
-from lightrft.rewards.workers.worker import die_with
+from lightrft.rewards.workers.lifetime import die_with, end_group
 from lightrft.utils.errors import CaptureException
 
 MAX_BYTES = 1 << 20  # of one answer: the context of a model is smaller
@@ -70,15 +68,32 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
 
 
+class UnreadMedia(TypeError):
+    """An environment answers with a medium."""
+
+
+def _media_in(messages: Any) -> list[str]:
+    """Return the kinds of media in messages whose content is a list of parts."""
+    contents = [each.get("content") for each in messages
+                if isinstance(each, dict)] if isinstance(messages, (list, tuple)) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return sorted({str(part.get("type")) for part in parts} - {"text", "None"})
+
+
 def messages_of(value: Any) -> list[Message]:
     """Return messages as a list of roles and texts; a text is one of the user.
 
     Raises:
+        UnreadMedia: it has a picture, a video or a sound.
         TypeError: it is something else.
     """
     if value is None or value == "":
         return []
     listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if kinds := _media_in(listed):
+        raise UnreadMedia(
+            f"an environment answered with {', '.join(kinds)}, and observations are texts. Let it describe "
+            "what it shows, or put the picture into the prompt of the row (its column 'images')")
     if not isinstance(listed, (list, tuple)) or not all(
             isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
             for each in listed):  # yapf: disable
@@ -121,7 +136,7 @@ class Server:
         if self._load(spec):
             threading.Thread(target=self._read, args=(loop, ended), daemon=True).start()
             await ended.wait()
-        end()  # the loop would wait for threads that hang
+        end_group()  # the loop would wait for threads that hang
 
     def _load(self, spec: EnvironmentSpec) -> bool:
         with CaptureException() as captured:
@@ -160,6 +175,8 @@ class Server:
                 raise ValueError(f"the answer has {size} bytes, and at most {MAX_BYTES} are taken")
         if isinstance(captured.cause, asyncio.TimeoutError):
             answer = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
+        elif isinstance(captured.cause, UnreadMedia):
+            answer = {"failure": "refused", "detail": str(captured.cause)}
         elif captured.cause is not None:
             answer = {
                 "failure": "exception", "detail": captured.text_below(__file__, *LOOP_FILES, *_THREAD_FILES)[-8000:]
@@ -181,13 +198,6 @@ class Server:
 
 def main(fd: int, parent: int) -> None:
     """Entry point of the process: ``fd`` is its end of the pipe."""
-    die_with(parent)
+    die_with(parent, fd)
     with suppress(EOFError, ConnectionResetError):
         asyncio.run(Server(Connection(fd)).run())
-
-
-def end() -> None:
-    """Kill this process, whose threads may hang, and those that environments have started."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.killpg(0, signal.SIGKILL)

@@ -24,7 +24,7 @@ from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
 from lightrft.rewards.spec import parse_entry, parse_models
-from lightrft.rewards.validation import check_references, score_answers
+from lightrft.rewards.validation import check_references, check_turns, score_answers
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
@@ -135,6 +135,8 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     _check_tokens(model, prompts)
     if model.environment is not None:
         model.environment.check(prompts[0])
+        if rewards is not None:
+            check_turns(rewards, reward_input(prompts[0], ""), model.environment.role)
     sampling, samples = model.sampling, model.config.rollout.n_samples_per_prompt
     going = not files.unscored or score_again(model.strategy, prompts, files, rewards)
     if not going or len(files.done) + len(files.unscored) == len(prompts):

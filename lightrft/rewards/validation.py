@@ -3,6 +3,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
+from lightrft.datasets.rows import DataError
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.manager import RewardManager, Weighted
 from lightrft.rewards.references import ReferenceFormError
@@ -10,6 +11,7 @@ from lightrft.rewards.rules import check_reference, FAST, normalise, plain_numbe
 from lightrft.rewards.workers.user_file import EXPECTED, unfilled
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import one_rank_warns, warn_of_all
+from lightrft.utils.play import Play
 
 
 class RewardProbeError(UserError):
@@ -61,6 +63,24 @@ def check_columns(manager: RewardManager, rows: Iterable[RewardInput], every: bo
                 f"the reward {name!r}: {unfilled(sorted(columns))}: no contract of rewards has it, and the rows have "
                 f"the columns {', '.join(known) or 'of prompt and reference alone'}. Remedy: give it a default, or "
                 f"name a column. The contracts are {EXPECTED}")
+
+
+def check_turns(manager: RewardManager, row: RewardInput, role: str) -> None:
+    """Raise a :class:`UserError` if a reward model, which reads all messages of a response, refuses those of an
+    environment.
+
+    Args:
+        role: of these messages.
+    """
+    said, heard = {"role": "assistant", "content": "?"}, {"role": role, "name": "f", "content": "?"}
+    for model in manager.neural.values():
+        try:
+            model.view([replace(row, play=Play([said, heard, said]))])
+        except DataError as error:
+            raise UserError(
+                f"--reward_pretrain {model.path}: the reward model reads the messages of the environment, and "
+                f"its chat template refuses the role {role!r}. Give a reward model whose template has it, "
+                f"or score with --reward. {error}") from error
 
 
 def _with_readable_references(manager: RewardManager, rows: Iterable[RewardInput]) -> Iterator[RewardInput]:

@@ -2,6 +2,7 @@
 is trained."""
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -12,7 +13,7 @@ import pytest
 from lightrft.cli.main import COMMANDS
 from lightrft.tests.support import environments, runs, tool_models
 from lightrft.tests.support.launch import flags, launch, no_orphans, workers
-from lightrft.tests.support.processes import wait_until
+from lightrft.tests.support.processes import alive, wait_until
 
 LIMIT_S = 240.0  # of a run
 FATES = ("hang", "raise", "flood", "exit", "speak", "answer")
@@ -57,8 +58,10 @@ def test_faults_of_environments_on_two_ranks(home, tmp_path):
 
     killed = started["killed"]
     hung = (tmp_path / "killed").glob
-    wait_until(lambda: len([*hung("hung_*")]) == 2 or not killed.processes[0].is_alive(), LIMIT_S)
-    assert len(workers(tmp_path / "killed")) == 2, killed.output
+    wait_until(lambda: all(each.read_text() for each in hung("hung_*")) and len([*hung("hung_*")]) == 2 or
+               not killed.processes[0].is_alive(), LIMIT_S)  # yapf: disable
+    started_by_tools = [int(each.read_text()) for each in hung("hung_*")]
+    assert len(set(map(os.getpgid, workers(tmp_path / "killed")))) == 2 == len(started_by_tools), killed.output
     killed.signal(signal.SIGKILL, rank=1)
     assert killed.wait(LIMIT_S) == [1, -signal.SIGKILL], killed.output
     assert "rank 1 died without a message" in killed.output, killed.output
@@ -80,6 +83,7 @@ def test_faults_of_environments_on_two_ranks(home, tmp_path):
               if row["reward"] is not None and "<tool_call>{}" not in row["response"]]  # yapf: disable
     assert sum("< tool_call>{}< /tool_call>" in text for text in spoken) == 1
     assert all(no_orphans(tmp_path / name) for name in started)
+    assert wait_until(lambda: not any(map(alive, started_by_tools))), "what a tool has started"
 
 
 def run(command, options, *more):

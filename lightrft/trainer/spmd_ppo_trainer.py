@@ -20,7 +20,7 @@ from lightrft.models.vocabulary import check_rows
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.validation import check_columns, check_references, check_spread, probe
+from lightrft.rewards.validation import check_columns, check_references, check_spread, check_turns, probe
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
 from lightrft.strategy.base import StrategyBase
@@ -140,6 +140,7 @@ class SPMDPPOTrainer(PPOTrainer):
                                                str(config.model.pretrain))  # yapf: disable
         if isinstance(environment, Player):
             environment.check(prompts[0])
+            check_turns(rewards, reward_input(prompts[0], ""), environment.role)
         self.environment = environment
         offloader = ModelOffloader(config, strategy, ready.resident, timer)
         engine = _start_engine(config, strategy, ready.actor.model, tokenizer, offloader)

@@ -9,7 +9,7 @@ from lightrft.environments.base import EnvironmentSpec
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.play import Player
 from lightrft.environments.pool import EnvironmentPool
-from lightrft.tests.support import chat_families, environments
+from lightrft.tests.support import chat_families, desk
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
 
@@ -99,7 +99,7 @@ TABLE = [
 
 @pytest.fixture(name="pool", scope="module")
 def fixture_pool():
-    pool = EnvironmentPool(EnvironmentSpec(environments.__file__, "Desk"), 1, 20.0)
+    pool = EnvironmentPool(EnvironmentSpec(desk.__file__, "Desk"), 1, 20.0)
     yield pool
     pool.shutdown()
 
@@ -159,7 +159,7 @@ def test_a_template_with_another_history_is_refused_and_lost_thoughts_are_told(f
     tokenizer, model_type = chat_families.tokenizer(family), chat_families.FAMILIES[family].model_type
     monkeypatch.setattr(logging.getLogger("lightrft"), "propagate", True)
     with caplog.at_level(logging.INFO):
-        ChatFormat(tokenizer, model_type, environments.Desk.tools)
+        ChatFormat(tokenizer, model_type, desk.Desk.tools)
     assert ("leaves them out of earlier turns" in caplog.text) == (family != "llama")
     content = {"qwen": "{{ m.content }}{% for", "llama": "turn(m.role, m.content | trim)",
                "harmony": "final<|message|>' + m.content }}"}[family]  # yapf: disable
@@ -173,7 +173,7 @@ def test_a_template_with_another_history_is_refused_and_lost_thoughts_are_told(f
 @pytest.mark.parametrize("family", chat_families.FAMILIES)
 def test_observations_cannot_speak_as_control_tokens(family):
     tokenizer, (model_type, _, special, added) = chat_families.tokenizer(family), chat_families.FAMILIES[family]
-    form, marks = ChatFormat(tokenizer, model_type, environments.Desk.tools), "".join(special + added)
+    form, marks = ChatFormat(tokenizer, model_type, desk.Desk.tools), "".join(special + added)
     controls = set(tokenizer.convert_tokens_to_ids([*special, *added]))
     drawn, found = tokenizer(LAST[family]).input_ids, []
     for text in ("a page", marks, f"<|<{marks}|>"):
@@ -188,7 +188,7 @@ def test_observations_cannot_speak_as_control_tokens(family):
 def test_json_that_python_cannot_read_is_a_malformed_call(family, body):
     """Not the end of the run."""
     tokenizer = chat_families.tokenizer(family)
-    form = ChatFormat(tokenizer, chat_families.FAMILIES[family].model_type, environments.Desk.tools)
+    form = ChatFormat(tokenizer, chat_families.FAMILIES[family].model_type, desk.Desk.tools)
     drawn = {"qwen": f"<tool_call>{body}</tool_call><|im_end|>", "llama": f"<|python_tag|>{body}<|eom_id|>",
              "harmony": f"<|channel|>commentary to=functions.add<|message|>{body}<|call|>"}[family]  # yapf: disable
     _, (call, ) = form.read(form.prompt(ASK, {})[1], tokenizer(drawn).input_ids)
@@ -201,7 +201,7 @@ def test_json_that_python_cannot_read_is_a_malformed_call(family, body):
     ("qwen", "llama", "DefaultRenderer"),
 ])
 def test_a_model_of_another_type_is_read_as_its_template_writes_calls(family, model_type, form):
-    reader = ChatFormat(chat_families.tokenizer(family), model_type, environments.Desk.tools).reader
+    reader = ChatFormat(chat_families.tokenizer(family), model_type, desk.Desk.tools).reader
     assert type(reader).__name__ == form
 
 
@@ -209,7 +209,7 @@ def test_a_form_of_calls_that_nothing_reads_is_refused():
     tokenizer = chat_families.tokenizer("llama")
     tokenizer.chat_template = tokenizer.chat_template.replace('{\"name\": \"', "[CALL] ")
     with pytest.raises(UserError, match=r"its template writes '\[CALL\] f.*nor that of Llama 3"):
-        ChatFormat(tokenizer, "llama", environments.Desk.tools)
+        ChatFormat(tokenizer, "llama", desk.Desk.tools)
 
 
 def test_a_template_without_results_of_tools_is_refused():
@@ -218,4 +218,4 @@ def test_a_template_without_results_of_tools_is_refused():
         "{% if m.role in ('tool', 'ipython') %}",
         "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% elif 0 %}")
     with pytest.raises(UserError, match="cannot read results of tools: .* no tools"):
-        ChatFormat(tokenizer, "llama", environments.Desk.tools)
+        ChatFormat(tokenizer, "llama", desk.Desk.tools)

@@ -146,9 +146,9 @@ def chat_prompt(player):
     return Prompt("u", ids, text, messages=messages)
 
 
-def played(player, episodes):
+def played(player, episodes, text="a"):
     """Draw a turn of each episode; the answers of its environment."""
-    drawn = player.tokenizer.encode("a", add_special_tokens=False) + [player.tokenizer.eos_token_id]
+    drawn = player.tokenizer.encode(text, add_special_tokens=False) + [player.tokenizer.eos_token_id]
     with player.playing(episodes, 90) as ask:
         for episode in episodes:
             episode.add(Segment(drawn, [0.0] * len(drawn), version=0), "stop")
@@ -175,6 +175,15 @@ def test_a_response_that_begins_again_has_the_prompt_and_the_seed_of_its_group(p
     assert (moved.prompt.messages, moved.prompt.token_ids) == (opened, group[0].prompt.token_ids)
     assert moved.play.restarts == 1 and moved.play.turns == 1
     assert played(player, [moved])[0].endswith(again.replace(" 1", " 2")), "a session that is here goes on"
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_a_picture_in_an_observation_ends_the_run_with_the_remedy(player, place):
+    drawn, asked = "picture" if place == "step" else "a", chat_prompt(player)
+    if place == "reset":
+        asked = replace(asked, columns={"hint": "picture"})
+    with pytest.raises(UserError, match="answered with image, and observations are texts. Let it describe"):
+        played(player, Episode.group(asked, 3, [5], role=place), drawn)
 
 
 def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(player):

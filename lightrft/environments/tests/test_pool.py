@@ -1,5 +1,9 @@
 """Workers of environments: sessions stay in theirs, and a call that hangs, raises, dies or floods costs its response
 alone."""
+import os
+import resource
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +15,17 @@ from lightrft.tests.support.processes import alive, wait_until
 from lightrft.utils.errors import UserError
 
 FILE, LIMIT_S = environments.__file__, 1.0
+TRAINER = """
+import sys, time
+from lightrft.environments.base import EnvironmentSpec, Task, Turn
+from lightrft.environments.pool import EnvironmentPool
+pool = EnvironmentPool(EnvironmentSpec(sys.argv[1], "Faulty"), 2, 60.0)
+sessions = [pool.reset(Task("u", "text"), seed)[0] for seed in (0, 1)]
+started = [pool.step(session, Turn("start")).result(60).messages[0]["content"] for session in sessions]
+pool.step(sessions[0], Turn("hang"))
+print(*pool.pids, *started, flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture(name="pool", scope="module")
@@ -73,6 +88,41 @@ def test_a_worker_that_dies_takes_its_sessions_and_is_replaced(pool):
     sessions += opened(pool, range(2, 4))
     for session in sessions:
         pool.close(session)
+
+
+def test_nothing_outlives_a_killed_trainer():
+    """Neither its workers, one of which hangs, nor what their tools have started."""
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, FILE], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) == 4 and all(map(alive, pids))
+    groups = {os.getpgid(pid) for pid in pids}
+    trainer.kill()
+    trainer.wait()
+    assert wait_until(lambda: not any(map(alive, pids))), "a process outlived the trainer"
+    assert wait_until(lambda: not any(map(has_members, groups))), "a guard outlived its worker"
+
+
+def has_members(group):
+    """True if a process of a group is alive."""
+    members = subprocess.run(["ps", "-eo", "pgid=,stat="], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return any(line.split()[0] == str(group) and "Z" not in line.split()[1] for line in members.splitlines())
+
+
+def test_a_worker_that_the_system_does_not_start(caplog):
+    """The first one is an error with a remedy; further ones are done without."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = EnvironmentPool(EnvironmentSpec(FILE, "Faulty"), 2, LIMIT_S)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot be started: Too many open files. .*ulimit -n.*--env_workers"):
+            EnvironmentPool(EnvironmentSpec(FILE, "Faulty"), 1, LIMIT_S)
+        sessions = [spare.reset(Task("u", "text"), seed)[0] for seed in range(3)]
+        answers = [step(spare, session, "a") for session in sessions]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        spare.shutdown()
+    assert [answer.messages[0]["content"] for answer in answers] == ["a 0 1", "a 1 1", "a 2 1"]
+    assert caplog.text.count("The run goes on with the workers that it has") == 1
 
 
 def test_what_is_no_environment_is_told_at_the_start(tmp_path):

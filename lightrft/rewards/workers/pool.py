@@ -39,6 +39,10 @@ class LoadError(UserError):
     """A worker could not load its reward."""
 
 
+class NoProcessError(UserError):
+    """The system gives no process for a worker."""
+
+
 class WorkerDied(RuntimeError):
     """The worker process ended in the middle of a task."""
 
@@ -62,15 +66,23 @@ class Task:
 
 def start_process(module: str) -> "tuple[subprocess.Popen[bytes], Connection]":
     """Start a fresh interpreter, in a session of its own, that runs ``main(fd, parent)`` of ``module``: with its end of
-    a pipe, and the id of this process. Return it, and the other end."""
-    pipe, child_end = Pipe()
-    code = (f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; "
-            f"main({child_end.fileno()}, {os.getpid()})")
+    a pipe, and the id of this process. Return it, and the other end.
+
+    Raises:
+        NoProcessError: the system gives no process.
+    """
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL,
-                               start_new_session=True, env=env)
-    child_end.close()
-    return process, pipe
+    try:
+        pipe, child_end = Pipe()
+        with child_end:
+            code = (f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; "
+                    f"main({child_end.fileno()}, {os.getpid()})")
+            return subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()],
+                                    stdin=subprocess.DEVNULL, start_new_session=True, env=env), pipe
+    except OSError as error:
+        raise NoProcessError(
+            f"a worker process cannot be started: {error.strerror}. Raise the limits on processes (ulimit -u) and open "
+            "files (ulimit -n), free memory, or ask for fewer workers (--reward_workers, --env_workers)") from error
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:

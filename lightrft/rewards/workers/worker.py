@@ -4,13 +4,8 @@ Protocol over one pipe. In: ``(spec, batch)``. Out: ``("loading", None)`` before
 info)`` or ``("failed", text)``; then the outcomes in lists, each of which restarts the parent's deadline.
 """
 import atexit
-import ctypes
-import os
 import pickle
 import resource
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,9 +16,9 @@ from pathlib import Path
 from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException
 from lightrft.rewards.workers.event_loop import close_event_loop, event_loop
+from lightrft.rewards.workers.lifetime import die_with, end_group
 from lightrft.rewards.workers.user_file import awaited, load, Scorer, scorer_of, scorer_of_batches
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TOGETHER_S = 1e-3  # faster outcomes share a message: a message costs both sides more than they do
 _MATH_BYTES = 2 << 30  # limit of one algebra call: 9**9**9 must not take the machine's memory
 
@@ -116,32 +111,12 @@ def _bundles(outcomes: Iterable[Outcome | None]) -> Iterator[list[Outcome]]:
         yield ready
 
 
-def die_with(parent: int) -> None:
-    """End this process, however busy, when the process ``parent`` ends (on Linux by the kernel, else by polling)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=look, daemon=True).start()
-
-
 def main(fd: int, parent: int) -> None:
     """Entry point of the process: ``fd`` is its end of the pipe."""
-    die_with(parent)
-    atexit.register(_end_group)  # the first one runs last
+    die_with(parent, fd)
+    atexit.register(end_group)  # the first one runs last
     event_loop()
     try:
         serve(Connection(fd))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         close_event_loop()  # the parent is gone or has closed the pipe
-
-
-def _end_group() -> None:
-    """Kill this process and those that rewards have started."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.killpg(0, signal.SIGKILL)

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from lightrft.environments.base import Step
-from lightrft.environments.tools import ToolBox, ToolEnvironment
+
+SHOWN = [{"role": "user", "content": [{"type": "image", "image": "board.png"}, {"type": "text", "text": "look"}]}]
 
 
 class Echo:
@@ -23,12 +24,12 @@ class Faulty:
 
     def reset(self, prompt, seed):
         self.seed, self.turns = seed, 0
-        return f"seed {seed}"
+        return SHOWN if prompt.columns.get("hint") == "picture" else f"seed {seed}"
 
     def step(self, turn):
         self.turns += 1
         faults = {"hang": lambda: time.sleep(60), "raise": lambda: {}["key"], "exit": lambda: os._exit(3),
-                  "flood": lambda: Step("x" * (3 << 20)), "wrong": lambda: "no step",
+                  "flood": lambda: Step("x" * (3 << 20)), "wrong": lambda: "no step", "picture": lambda: Step(SHOWN),
                   "start": lambda: Step(str(subprocess.Popen(["sleep", "60"]).pid))}  # yapf: disable
         answer = faults[turn.text]() if turn.text in faults else Step(f"{turn.text} {self.seed} {self.turns}", 0.5)
         return answer
@@ -94,9 +95,9 @@ class Fated:
 
     @staticmethod
     def _hang():
-        """Leave a file that says so."""
-        Path(f"hung_{os.getpid()}").touch()
-        time.sleep(600)
+        """Start a process, and leave a file that names it."""
+        with subprocess.Popen(["sleep", "600"]) as process:
+            Path(f"hung_{os.getpid()}").write_text(str(process.pid), encoding="utf-8")
 
 
 class Uneven:
@@ -107,46 +108,3 @@ class Uneven:
 
     def step(self, turn):
         return Step("go on", reward=len(turn.text), done=len(turn.text) % 3 == 0)
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
-async def look(key: str) -> str:
-    """Look something up.
-
-    Args:
-        key: Its name.
-    """
-    return f"page {key}"
-
-
-class Desk(ToolEnvironment):
-    """Tools that count how often they are run, and a user who asks once more behind a first text."""
-    tools = ToolBox([add, look]).schemas
-
-    def __init__(self):
-        self.ran = 0
-        super().__init__(ToolBox([add, look]))
-
-    async def reset(self, prompt, seed):
-        """Begin without a message."""
-
-    async def answer(self, call):
-        """Answer a call, and count it if it is run."""
-        self.ran += not self.box.problem(call)
-        return await super().answer(call)
-
-    async def step(self, turn):
-        """Answer calls; ask once."""
-        before = self.ran
-        step = Step("and?") if turn.number == 0 and not turn.calls and not turn.cut else await super().step(turn)
-        step.metrics["ran"] = self.ran - before
-        return step
