@@ -172,7 +172,8 @@ def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Pa
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
-        run = launch(folder, options_of(home, folder, max_ckpt_num=1, async_save=str(bool(aside)), report="False"),
+        run = launch(folder,
+                     options_of(home, folder, max_ckpt_num=1, max_steps=3, async_save=str(bool(aside)), report="False"),
                      ranks)
         codes = run.wait()
         assert "No space left on device" in run.output, run.output
@@ -185,8 +186,8 @@ def test_disk_full(ranks: int, room: float, aside: bool, home: Path, trained: Pa
         shutil.copytree(folder / "run", rescued / "run")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-    finish(rescued, options_of(home, rescued, load_checkpoint=True), ranks)
-    assert [row["step"] for row in steps(rescued)] == [1, 2, 3, 4]
+    finish(rescued, options_of(home, rescued, max_steps=3, load_checkpoint=True), ranks)
+    assert [row["step"] for row in steps(rescued)] == [1, 2, 3]
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -235,8 +236,10 @@ def test_two_ranks_tell_an_error_once(home: Path, tmp_path: Path) -> None:
 def test_an_error_of_one_rank_ends_both(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("import os\nassert os.environ['RANK'] == '0', 'no GPU here'\n" + (home / "reward.py").read_text())
+    soon = tmp_path / "soon.py"  # rank 0 is not waited for to say the same
+    soon.write_text("from lightrft.utils import watchdog\nwatchdog._RANK_0_FIRST_S = 0.5\n")
     began = time.monotonic()
-    run = launch(tmp_path, options_of(home, tmp_path, reward=path), 2)
+    run = launch(tmp_path, options_of(home, tmp_path, reward=path, plugin=soon), 2)
     assert run.wait() == [2, 2] and time.monotonic() - began < 60, run.output
     assert "rank 1 stopped the run: reward file" in run.log(0) and "no GPU here" in run.log(0), run.output
     assert "[rank 1] ERROR: reward file" in run.log(1) and no_orphans(tmp_path), run.output

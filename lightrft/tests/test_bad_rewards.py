@@ -12,9 +12,11 @@ import pytest
 from lightrft.tests.support import bad_input
 from lightrft.tests.support.bad_input import options_of, refused, steps, write_reward
 from lightrft.tests.support.launch import errors, finish, launch, no_orphans
+from lightrft.tests.support.processes import POLL_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 home = bad_input.home
+SOON = "from lightrft.rewards import remote\nremote.BACKOFF_S = 0.01\n"  # pauses between tries take longer than the run
 HEAD = "def reward_func(queries, prompts, labels):\n    "
 REWARDS = {
     "syntax": ("def reward_func(queries, prompts, labels)\n    return 1\n", ("reward.py, line 1", "correct the file")),
@@ -34,7 +36,7 @@ def test_reward_file(name: str, home: Path, tmp_path: Path) -> None:
     """Refused before training, with the cause."""
     text, words = REWARDS[name]
     path = write_reward(tmp_path, text)
-    run = launch(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.5))
+    run = launch(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.1 if name == "hangs" else 0.5))
     assert run.wait() == [2], run.output
     own = run.output.split("was left unscored")[-1]
     assert own.count("Traceback") == (name in ("import", "raises")), run.output  # the one of the user's own file
@@ -47,7 +49,9 @@ def test_reward_file(name: str, home: Path, tmp_path: Path) -> None:
 def test_a_reward_that_fails_while_training_leaves_samples_unscored(name: str, cause: str, home: Path,
                                                                     tmp_path: Path) -> None:
     path = write_reward(tmp_path, REWARDS[name][0])
-    finish(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=0.2, reward_probe="false", max_steps=1))
+    limit_s = 0.05 if name == "hangs" else 0.2
+    finish(tmp_path, options_of(home, tmp_path, reward=path, reward_timeout_s=limit_s, reward_probe="false",
+                                max_steps=1))  # yapf: disable
     row = steps(tmp_path)[0]
     assert row["reward/unscored"] == 32 and row[f"reward/unscored/{cause}"] == 32
     assert row["policy/optimizer_steps"] == 0, "trained on rewards that nobody gave"
@@ -74,21 +78,30 @@ class _Server(BaseHTTPRequestHandler):
 @pytest.fixture(name="server", scope="module")
 def server_fixture() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(POLL_S, ), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
 
 
+@pytest.fixture(name="soon")
+def soon_fixture(tmp_path: Path) -> Path:
+    """A plug-in with which a server is asked again at once."""
+    (tmp_path / "soon.py").write_text(SOON, encoding="utf-8")
+    return tmp_path / "soon.py"
+
+
 @pytest.mark.parametrize("path,cause", [(None, "unreachable"), ("/slow", "timeout"), ("/words", "wrong_json"),
                                         ("/object", "wrong_json"), ("/broken", "http_status")])
-def test_reward_server(path: str | None, cause: str, server: str, home: Path, tmp_path: Path) -> None:
+def test_reward_server(path: str | None, cause: str, server: str, soon: Path, home: Path, tmp_path: Path) -> None:
     url = server + path if path else "http://127.0.0.1:9"
     words = (f"could be scored: {cause}", url, "correct the reward, the server or the row")
-    refused(home, tmp_path, *words, reward="none", remote_rm_url=url, reward_timeout_s=0.3)
+    refused(home, tmp_path, *words, reward="none", plugin=soon, remote_rm_url=url,
+            reward_timeout_s=0.1 if cause == "timeout" else 0.3)
 
 
-def test_a_server_that_fails_while_training(server: str, home: Path, tmp_path: Path) -> None:
-    finish(tmp_path, options_of(home, tmp_path, reward="none", remote_rm_url=server + "/words", reward_probe="false",
-                                max_steps=1))  # yapf: disable
+def test_a_server_that_fails_while_training(server: str, soon: Path, home: Path, tmp_path: Path) -> None:
+    options = options_of(home, tmp_path, reward="none", plugin=soon, remote_rm_url=server + "/words",
+                         reward_probe="false", max_steps=1)  # yapf: disable
+    finish(tmp_path, options)
     assert steps(tmp_path)[0]["reward/unscored/wrong_json"] == 32

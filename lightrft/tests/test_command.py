@@ -176,10 +176,11 @@ def test_torchrun_ends_its_report_with_the_error_of_the_user():
 
 def test_the_launcher_passes_the_exit_code_on(tmp_path):
     (tmp_path / "ends.py").write_text("import os, sys; sys.exit(int(sys.argv[1]) * (os.environ['RANK'] == '1'))")
-    code = "import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'ends', [sys.argv[1]]))"
+    (tmp_path / "launches.py"
+     ).write_text("import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'ends', [sys.argv[1]]))")
     for number in (0, 3):
-        done = subprocess.run([sys.executable, "-c", code, str(number)], cwd=tmp_path, capture_output=True, text=True,
-                              timeout=200, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # yapf: disable
+        done = subprocess.run([warm_python(), "launches.py", str(number)], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=200, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"})  # yapf: disable
         assert done.returncode == number, done.stderr
 
 
@@ -190,9 +191,10 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_prints_nothing(tmp_path):
                             "def end(*args):\n    open('saved' + os.environ['RANK'], 'w')\n    sys.exit(130)\n"
                             "signal.signal(signal.SIGINT, end)\n"
                             "open('ready' + os.environ['RANK'], 'w')\ntime.sleep(200)\n")
-    code = "import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'waits', []))"
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-                           env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"})  # yapf: disable
+    (tmp_path /
+     "launches.py").write_text("import sys; from lightrft.cli.main import launch; sys.exit(launch('2', 'waits', []))")
+    run = subprocess.Popen([warm_python(), "launches.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                           env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"})
     while len(list(tmp_path.glob("ready*"))) < 2 and run.poll() is None:
         time.sleep(0.1)
     run.send_signal(signal.SIGINT)

@@ -25,6 +25,7 @@ if (ROOT / "benchmarks").exists():
     from benchmarks.gpu.runner import PAGE, RESULTS, Runner
     from benchmarks.gpu.store import Record, Store
 
+GRACE_S = 2.0  # what is deaf to SIGTERM is waited for
 GOOD, BAD, HANGING = (f"lightrft.tests.support.gpu_measurements:{name}" for name in ("good", "bad", "hanging"))
 
 
@@ -53,7 +54,8 @@ def nothing_is_left(folder):
     assert [pid for pid in pids if not gone(pid)] == [], "a process outlived its measurement"
 
 
-def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
+def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_process, "GRACE_S", GRACE_S)
     run = runner(tmp_path)
     chosen = [planned("bad", BAD), planned("hanging", HANGING, 8, ranks=2), planned("good", ranks=2)]
     assert run.run(chosen, minutes=30) == []
@@ -72,8 +74,9 @@ def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path):
 INTERRUPTED = """
 import sys
 from pathlib import Path
-from benchmarks.gpu import runner
+from benchmarks.gpu import process, runner
 from benchmarks.gpu.catalog import Measurement
+process.GRACE_S = float(sys.argv[2])
 runner.MEASUREMENTS = [Measurement(name, "lightrft.tests.support.gpu_measurements:hanging", ("Doctor", ), 60)
                        for name in ("first", "second")]
 sys.exit(runner.main(["--reduced", "--out", sys.argv[1], "--models", sys.argv[1]]))
@@ -84,8 +87,9 @@ sys.exit(runner.main(["--reduced", "--out", sys.argv[1], "--models", sys.argv[1]
 def test_a_signal_ends_the_call_and_its_measurement(number, tmp_path):
     """Nothing trains on, what the measurement had is stored and printed, and no other starts."""
     (tmp_path / "lightrft-random-models").mkdir()
-    run = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path)], cwd=ROOT, text=True,
-                           stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    run = subprocess.Popen([sys.executable, "-c", INTERRUPTED,
+                            str(tmp_path), str(GRACE_S)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     while not (tmp_path / "lightrft-random-models" / "pids-0").exists() and run.poll() is None:
         time.sleep(0.05)
     run.send_signal(number)

@@ -47,7 +47,7 @@ def test_a_part_of_the_suite_is_not_judged(given: dict[str, object]) -> None:
 
 
 def test_a_suite_that_has_grown_fails(tmp_path: Path) -> None:
-    """A suite of two tests on two workers: a part of it passes, all of it does not; then its figures are taken."""
+    """A suite of two tests: a part of it passes, all of it, on two workers, does not; then its figures are taken."""
     settings = 'testpaths = tests\naddopts = -m "not whole"\nmarkers = whole\n'
     (tmp_path / "setup.cfg").write_text("[tool:pytest]\n" + settings)
     (tmp_path / "tests").mkdir()
@@ -60,11 +60,11 @@ def test_a_suite_that_has_grown_fails(tmp_path: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if key != growth.VARIABLE and "XDIST" not in key}
 
     def said(*words: str) -> tuple[int, str]:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "2", *words], cwd=tmp_path, text=True,
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", *words], cwd=tmp_path, text=True,
                               env=environ, capture_output=True)  # yapf: disable
         return done.returncode, done.stdout
 
-    code, text = said()
+    code, text = said("-n", "2")
     assert code == 1 and "2 passed" in text
     assert "Counted: 2 processes, 0 engines, 0 steps, 0 cold starts\nCounted: 2 processes are more than the 1" in text
     assert said("-k", "test_a")[0] == 0

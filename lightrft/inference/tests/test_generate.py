@@ -167,9 +167,9 @@ def test_rewards_may_be_text(home, tmp_path):
 
 
 SLOW = '''
-import time
+import os, time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.1)
+    time.sleep(0.1 * os.path.exists(__file__ + ".slow"))
     return len(solution_str) / 100
 '''
 
@@ -182,12 +182,14 @@ def test_a_killed_run_resumes_with_any_number_of_ranks_and_writes_the_same_file(
              "best_of_n": 2, **SMALL}  # yapf: disable
     straight = launch.finish(tmp_path, flags | {"output_path": "straight.jsonl"}, module="lightrft.cli.generate")
     assert "resumed" not in straight.output
+    (home / "slow.py.slow").touch()
     killed = launch.launch(tmp_path, flags | {"output_path": "killed.jsonl"}, module="lightrft.cli.generate")
     parts = tmp_path / "killed.jsonl.parts" / "rank_00000.jsonl"
     end = time.monotonic() + 60
     while (not parts.exists() or parts.read_bytes().count(b"\n") < 3) and time.monotonic() < end:
         time.sleep(0.01)
     killed.kill()
+    (home / "slow.py.slow").unlink()
     before = parts.read_text().count("\n")
     assert 3 <= before < 20 and not (tmp_path / "killed.jsonl").exists()
     resumed = launch.finish(tmp_path, flags | {"output_path": "killed.jsonl"}, ranks=2, module="lightrft.cli.generate")

@@ -6,8 +6,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightrft.config.schema import RewardConfig
+from lightrft.rewards import remote
 from lightrft.rewards.manager import RewardManager
+from lightrft.tests.support.processes import POLL_S
 from lightrft.tests.support.scorers import OTHER, save_scorer, train_judge
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    """Between tries of a server; how they grow has a test of its own."""
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.01)
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +74,7 @@ def serve():
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         servers[-1].daemon_threads = True
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(POLL_S, ), daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}/rm", bodies
 
     yield start

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lightrft.rewards.base import RewardInput
-from lightrft.rewards.remote import MAX_CHUNK, Size
+from lightrft.rewards.remote import MAX_CHUNK, RemoteReward, RequestFailed, Size
 from lightrft.rewards.validation import RewardProbeError, probe
 
 ITEMS = [RewardInput("p:", "x" * i, reference=i) for i in range(24)]
@@ -94,6 +94,12 @@ def test_no_server_at_all(make_manager):
     assert {s.error for s in score(manager, ITEMS[:3])} == {"unreachable"}, "nobody there"
     with pytest.raises(RewardProbeError, match="unreachable.*Remedy.*server"):
         probe(manager, [RewardInput("q", "", reference="5")])
+
+
+def test_pauses_between_tries_grow_and_are_as_long_as_the_server_asks_for():
+    pause = RemoteReward(["http://127.0.0.1:9"], limit_s=5.0)._pause_s
+    assert [pause(tried, RequestFailed("http_status", "busy")) for tried in range(3)] == [0.0, 0.01, 0.02]
+    assert [pause(1, RequestFailed("http_status", "busy", wait_s)) for wait_s in (3.0, 60.0)] == [3.0, 5.0]
 
 
 def slow_for(body, seconds):

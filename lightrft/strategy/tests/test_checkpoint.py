@@ -2,9 +2,6 @@
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +14,7 @@ from lightrft.strategy.base import Prepared
 from lightrft.strategy.checkpoint import CheckpointManager
 from lightrft.strategy.checkpoint_folders import fault, folders, MARKER, newest
 from lightrft.strategy.strategy import FakeStrategy
+from lightrft.tests.support.launch import start
 from lightrft.tests.support.tiny_lm import SPEC, TinyLM
 from lightrft.utils.errors import UserError
 
@@ -200,12 +198,13 @@ for step in range(1, 100000):
 
 
 def test_kill_in_the_middle_leaves_a_complete_one(tmp_path: Path, actor: Prepared) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stderr=subprocess.DEVNULL)
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    process = start(tmp_path / "endless.py", [str(tmp_path / "it")], tmp_path / "log")
+    tmp_path /= "it"
     deadline = time.monotonic() + 60
     while not any(step >= 3 for step in steps(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     found = newest(tmp_path)
     assert found is not None and int(found.name[5:]) >= 2
     one = manager(tmp_path)

@@ -2,6 +2,8 @@
 import time
 from collections.abc import Callable
 
+POLL_S = 0.01  # of a server of a test: its shutdown waits for as long, by default half a second
+
 
 def alive(pid: int) -> bool:
     """True for a process that runs; one that nobody has waited for (a zombie) does not."""

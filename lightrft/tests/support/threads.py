@@ -13,21 +13,25 @@ class ThreadStrategy(StrategyBase):
     def __init__(self, world, rank):
         self.world, self.rank, self.world_size = world, rank, len(world.slots)
 
-    def all_gather_object(self, value):
-        """Every rank gets copies, as pickling would make."""
+    def _read(self, value, copied):
+        """Give ``value`` to the others; a copy of what this rank reads of each."""
         self.world.slots[self.rank] = value
         self.world.barrier.wait()
-        found = [copy.deepcopy(each) for each in self.world.slots]
+        found = [copied(each) for each in self.world.slots]
         self.world.barrier.wait()
         return found
 
+    def all_gather_object(self, value):
+        """Every rank gets copies, as pickling would make."""
+        return self._read(value, copy.deepcopy)
+
     def all_reduce(self, value, op="sum"):
-        found = torch.stack(self.all_gather_object(value))
+        found = torch.stack(self._read(value, torch.clone))
         return {"sum": found.sum, "max": found.amax, "min":
                 found.amin}[op](0).to(torch.int64 if op == "sum" and value.dtype == torch.bool else value.dtype)
 
     def exchange(self, outgoing):
-        return [each[self.rank] for each in self.all_gather_object(outgoing)]
+        return self._read(outgoing, lambda each: copy.deepcopy(each[self.rank]))
 
 
 ThreadStrategy.__abstractmethods__ = frozenset()

@@ -30,12 +30,12 @@ def main() -> None:
     install_signal_handlers()
     dist.init_process_group("gloo")
     phases = ["warming up"]
-    with Watchdog(world.rank, world.world_size, lambda: phases[-1], 5.0 if mode == "hang" else 60.0,
+    with Watchdog(world.rank, world.world_size, lambda: phases[-1], 3.0 if mode == "hang" else 60.0,
                   connect_store(world)):
         dist.barrier()
-        for step in range(4):
+        for step in range(3):
             phases.append(f"step {step}")
-            time.sleep(0.5)
+            time.sleep(0.1)
         phases.append("waiting" if world.rank == 0 else "fault")
         if mode == "stop":
             get_logger().warning(f"READY {world.rank}")

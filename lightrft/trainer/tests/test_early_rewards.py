@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightrft.tests.support import runs, tiny_task
+from lightrft.tests.support.processes import POLL_S
 from lightrft.trainer.fast_exp_maker import NaiveExperienceMaker
 
 no_picture = runs.no_picture
@@ -66,7 +67,7 @@ def server(tmp_path):
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made.daemon_threads = True
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    threading.Thread(target=made.serve_forever, args=(POLL_S, ), daemon=True).start()
     yield {"remote_rm_url": [f"http://127.0.0.1:{made.server_port}"]}, log
     made.shutdown()
     made.server_close()

@@ -14,6 +14,7 @@ from lightrft.config.schema import Config, DataConfig
 from lightrft.config.tree import build
 from lightrft.tests.support import tiny
 from lightrft.tests.support.launch import ROOT
+from lightrft.tests.support.processes import POLL_S
 from lightrft.trainer import hub_files
 
 SHA = "0" * 40
@@ -66,7 +67,7 @@ def fixture_hub(tmp_path):
     """A hub that serves a tiny model."""
     folder = tiny.save_model(tmp_path / "model")
     with Hub(folder) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(POLL_S, ))
         thread.start()
         yield server
         server.shutdown()

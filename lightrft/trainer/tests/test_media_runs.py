@@ -32,6 +32,7 @@ from lightrft.models.actor_modality import MediaModality
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import media_runs, tiny, tiny_vision
 from lightrft.tests.support.media_rig import ProcessedMedia
+from lightrft.tests.support.processes import POLL_S
 from lightrft.tests.support.runs import config_of, no_picture, run, strategy_of, trainer_of, weights  # noqa: F401
 from lightrft.trainer.checks.gradient_invariance import SelfTestError
 from lightrft.trainer.checks.parity import _compare_grids, _grids_of, _one_of_each, ROWS
@@ -363,7 +364,7 @@ class OnePicture(BaseHTTPRequestHandler):
 def test_every_command_compares_what_its_ranks_download(command, home, options, tmp_path, monkeypatch):
     """Here, of another rank that has other bytes."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), OnePicture)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(POLL_S, ), daemon=True).start()
 
     def differing(self, value):
         other = value[::-1] if isinstance(value, bytes) else value

@@ -102,20 +102,20 @@ import torch
 from lightrft.utils.env import peak_memory_gib, total_memory, used_memory_gib
 cpu = torch.device("cpu")
 before = peak_memory_gib(cpu)
-block = torch.ones(256 << 20)  # 1 GiB, touched
-assert 1 < peak_memory_gib(cpu) < 1.1 + before and 0.05 < before < 1.5, (before, peak_memory_gib(cpu))
-assert 1 < used_memory_gib(cpu) <= peak_memory_gib(cpu) + 0.01, used_memory_gib(cpu)
+block = torch.ones(128 << 20)  # 0.5 GiB, touched
+assert 0.5 < peak_memory_gib(cpu) < 0.6 + before and 0.05 < before < 1, (before, peak_memory_gib(cpu))
+assert 0.5 < used_memory_gib(cpu) <= peak_memory_gib(cpu) + 0.01, used_memory_gib(cpu)
 del block
-assert used_memory_gib(cpu) < peak_memory_gib(cpu) - 0.9, used_memory_gib(cpu)
+assert used_memory_gib(cpu) < peak_memory_gib(cpu) - 0.4, used_memory_gib(cpu)
 block = torch.ones(4)
 assert block.nbytes < total_memory(cpu) < (1 << 45), total_memory(cpu)
 """
 
 
 def test_memory_is_that_of_this_process():
-    larger = bytearray(2 << 30)  # a process that starts another one hands its ru_maxrss on
+    larger = bytearray(1 << 30)  # a process that starts another one hands its ru_maxrss on
     subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=60)
-    assert len(larger) == 2 << 30
+    assert len(larger) == 1 << 30
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightrft.config.schema import Config
 from lightrft.config.tree import options
 from lightrft.tests.support.packages import needs
+from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.utils.sinks import MetricSinks, alias_metrics
 from lightrft.utils.trackers import ACCELERATE
 
@@ -126,6 +127,13 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["data"][1][:2] == ["2+2?", "5"], "another table"
 
 
+def python(program, folder, **environ):
+    """Run a program in a process, with the folder as its argument."""
+    (folder / "program.py").write_text(program)
+    return subprocess.run([warm_python(), folder / "program.py", folder], timeout=100, capture_output=True, text=True,
+                          env=os.environ | warm_environ() | environ)  # yapf: disable
+
+
 TRACKIO = """
 import sys
 from lightrft.utils.sinks import MetricSinks
@@ -140,9 +148,8 @@ for steps in ([1, 2], [3]):
 
 @needs("trackio")
 def test_trackio_local(tmp_path):
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
-    subprocess.run([sys.executable, "-c", TRACKIO, tmp_path], check=True, timeout=100, capture_output=True,
-                   env=environment)
+    done = python(TRACKIO, tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
+    assert done.returncode == 0, done.stderr[-2000:]
     database = sqlite3.connect(tmp_path / "trackio" / "p.db")
     rows = database.execute("select run_name, step, metrics from metrics").fetchall()
     assert sorted({row[:2] for row in rows}) == [("n", 1), ("n", 2), ("n", 3)], rows
@@ -176,11 +183,7 @@ except UserError as error:
 
 @needs("mlflow")
 def test_mlflow_through_accelerate(tmp_path):
-    environment = {
-        **os.environ, "MLFLOW_TRACKING_URI": (tmp_path / "mlflow").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"
-    }
-    done = subprocess.run([sys.executable, "-c", MLFLOW, tmp_path], timeout=100, capture_output=True, text=True,
-                          env=environment)  # yapf: disable
+    done = python(MLFLOW, tmp_path, MLFLOW_TRACKING_URI=(tmp_path / "mlflow").as_uri(), MLFLOW_ALLOW_FILE_STORE="true")
     assert done.stdout.strip() == "n FINISHED 7 0.5 [(1, 0.143), (2, 0.286)]", done.stderr[-2000:]
 
 
@@ -191,7 +194,7 @@ def test_a_tracker_that_cannot_start_is_an_error_in_words_before_the_first_step(
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    done = subprocess.run([sys.executable, "-c", KEYLESS, tmp_path], capture_output=True, text=True, timeout=100)
+    done = python(KEYLESS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^--use_wandb: the tracker cannot start: .*[kK]ey.*WANDB_MODE=offline needs no account",
                      done.stdout, re.MULTILINE), done.stdout
