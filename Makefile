@@ -1,5 +1,5 @@
 # make quickstart | quickstart-vl | quickstart-audio | test | layers | browser | numeric | chain | newest | oracles | peers | gpu
-#      gpu-reduced | gpu-image | format | fcheck | docs | docs-live | dbuild | dpush | constraints
+#      registry | gpu-reduced | gpu-image | format | fcheck | docs | docs-live | dbuild | dpush | constraints
 # All targets use .venv, which is created with the first Python >= 3.10 on PATH. The tests of SGLang use .venv-sglang, which
 # extends .venv. Each requirements file is installed once, and again when it changes.
 VENV ?= .venv
@@ -21,7 +21,7 @@ IMAGE_NAME ?= lightrft:$(VERSION)$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test layers browser numeric chain chain-answers chain-whole newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test layers registry browser numeric chain chain-answers chain-whole newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -41,6 +41,10 @@ test: $(DEV) $(SGLANG)/.installed
 # What a change of names or imports breaks first.
 layers: $(DEV)
 	$(BIN)/python -m pytest -q lightrft/tests/test_layering.py lightrft/tests/test_docs.py $(ARGS)
+
+# What the package registry resolves for the sets in constraints/. It waits for the network, so CI runs it beside others.
+registry: $(DEV)
+	$(BIN)/python -m pytest -q -m whole lightrft/tests/test_installs.py $(ARGS)
 
 # The browser of the tests of report.html. Without one they are skipped; in CI they fail.
 browser:

@@ -1,10 +1,9 @@
 """The data that the examples ship or make."""
 import importlib
 import json
-import os
 import random
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -75,11 +74,12 @@ def test_quickstart_data_is_read(prepared, reward):
 
 
 @pytest.mark.slow
-def test_seed_decides_everything(prepared, tmp_path):
-    """In processes whose hashes differ, too."""
+def test_seed_decides_everything(prepared, tmp_path, monkeypatch):
+    """In processes whose hashes differ, too: in this one, and in forks of a server."""
     words = ["--train_rows", "300", "--sft_rows", "300", "--seed"]
-    again = [sys.executable, QUICKSTART / "prepare.py", "--out", tmp_path / "42", *words, "42"]
-    subprocess.run(again, check=True, timeout=120, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    monkeypatch.syspath_prepend(str(QUICKSTART))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--out", str(tmp_path / "42"), *words, "42"])
+    runpy.run_path(str(QUICKSTART / "prepare.py"), run_name="__main__")
     run_script(QUICKSTART / "prepare.py", "--out", tmp_path / "7", *words, 7)
     for name in ("base/model.safetensors", "data/train.parquet", "data/test.parquet", "data/sft.parquet"):
         first = (prepared / name).read_bytes()

@@ -153,6 +153,7 @@ def resolved():
     return {name: (pins(output), error) for name, (output, error) in outputs.items()}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", SETS)
 def test_the_constraints_resolve_to_the_tested_set(resolved, name):
     (found, error), named = resolved[name], constraints(SETS[name][0])
@@ -161,6 +162,7 @@ def test_the_constraints_resolve_to_the_tested_set(resolved, name):
     assert len(named) - len(found) <= 2, "more than other Pythons ask for: make constraints"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("engine, torch", [("vllm", "2.13."), ("sglang", "2.14.")])
 def test_without_constraints_the_bounds_keep_the_tested_engine(resolved, engine, torch):
     found, error = resolved[engine]

@@ -25,6 +25,7 @@ import lightrft
 from lightrft.cli import doctor
 from lightrft.cli.offline import OFFLINE
 from lightrft.preflight import engine_rules
+from lightrft.preflight.checks import packages
 from lightrft.tests.support import tiny, tiny_task
 from lightrft.tests.support.printed import Block, Program, ROOT, Workplace, blocks, commands, pages
 from lightrft.tests.support.runs import no_picture  # noqa: F401  (a fixture)
@@ -119,7 +120,8 @@ def served(command: str, place: Workplace) -> None:
 def examined(command: str, place: Workplace) -> None:
     """The doctor, on one rank. Its imports in other processes have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "check_import", lambda name: ())
+        for module in (doctor, packages):
+            patch.setattr(module, "check_import", lambda name: ())
         program = Program.of(shlex.split(command))
         program.run(program.words, (0, 1))  # 1: something fails on this machine
 

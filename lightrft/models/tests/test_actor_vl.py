@@ -218,7 +218,7 @@ def test_the_engine_generates_what_the_trainer_scores(rig):
         Group(prompt, [10 * i + j for j in range(3)], keys)
         for i, (prompt, keys) in enumerate(zip(rig.prompts, rig.keys))
     ]
-    params = SamplingParams(12)
+    params = SamplingParams(8)
     found = generate(engine, requests, params)
     assert not isinstance(engine._probed[1], FusedCalls)
     samples = [(request.token_ids, done.token_ids, request.media) for request, some in zip(requests, found)
