@@ -7,7 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightrft.config.schema import RolloutConfig
+from lightrft.rollout import engines
 from lightrft.tests.support import growth, runs
 from lightrft.tests.support.launch import finish
 
@@ -25,6 +28,20 @@ def test_steps_and_processes_are_counted_in_a_run_of_its_own(tmp_path: Path) -> 
     finish(tmp_path / "run", options, **{growth.VARIABLE: str(counts)})
     found = growth.counted_in(counts)
     assert (found["steps"], found["engines"], found["cold starts"]) == (2, 0, 0) and found["processes"] >= 1
+
+
+def test_an_engine_counts_when_it_is_built_and_not_when_its_builder_is_looked_up(tmp_path: Path, monkeypatch) -> None:
+    """The one of the trainer, hf, never does."""
+    monkeypatch.setenv(growth.VARIABLE, str(tmp_path))
+    growth.watch()
+    actor, built = SimpleNamespace(hf_model=torch.nn.Linear(2, 2)), SimpleNamespace(shared_storage=dict)
+    assert callable(engines.builder_of("vllm")) and growth.counted_in(tmp_path)["engines"] == 0
+    for count, name in enumerate(("vllm", "sglang"), 1):
+        engines.check_own_weights(RolloutConfig(engine_type=name), actor, built)
+        assert growth.counted_in(tmp_path)["engines"] == count
+    built.shared_storage = lambda: {"weight"}
+    engines.check_own_weights(RolloutConfig(engine_type="hf"), actor, built)
+    assert growth.counted_in(tmp_path)["engines"] == 2
 
 
 def test_growth_names_what_has_grown() -> None:
