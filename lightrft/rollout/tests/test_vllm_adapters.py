@@ -16,6 +16,7 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import FakeStrategy
 from lightrft.tests.support import tiny
 from lightrft.tests.support.episodes import Group, generate
+from lightrft.tests.support.quick_starts import quick_starts
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.timer import Timer
@@ -39,7 +40,8 @@ class Rig:
         self.actor = self.prepared.model
         cfg = RolloutConfig(engine_type="vllm", prompt_max_len=40, generate_max_len=NEW, engine_kv_mib=32,
                             lora_sync="adapter")
-        self.engine = get_engine(cfg, self.actor, self.strategy, load_tokenizer(str(folder)))
+        with quick_starts():
+            self.engine = get_engine(cfg, self.actor, self.strategy, load_tokenizer(str(folder)))
         prompts = [Prompt(str(i), request.token_ids, "") for i, request in enumerate(REQUESTS)]
         self.proof = WeightSyncVerifier(RolloutConfig(sync_proof="both", sync_canary_every=1), self.strategy,
                                         self.prepared, self.engine, prompts, Arithmetic("cpu", "float32"), Timer())

@@ -17,6 +17,7 @@ from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_contract import EngineContract
 from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, requests
 from lightrft.tests.support.episodes import Group, generate
+from lightrft.tests.support.quick_starts import quick_starts
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.utils import watchdog
 
@@ -34,7 +35,8 @@ class Rig(EngineRig):
         cfg = RolloutConfig(engine_type="vllm", prompt_max_len=LIMIT - NEW, generate_max_len=NEW, engine_kv_mib=64,
                             engine_args=[f"max_num_batched_tokens={LIMIT}", *engine_args])
         state, set_threads = torch.get_rng_state(), torch.set_num_threads
-        self.engine = self.vllm = get_engine(cfg, self.actor, self.strategy, self.tokenizer, self.kind == "bf16")
+        with quick_starts():
+            self.engine = self.vllm = get_engine(cfg, self.actor, self.strategy, self.tokenizer, self.kind == "bf16")
         assert torch.equal(torch.get_rng_state(), state) and torch.set_num_threads is set_threads, "not put back"
 
     def load(self, folder):

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 VLLM = ["vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2",
-        "lightrft.tests.support.young_garbage"]  # yapf: disable
+        "lightrft.tests.support.vllm_warmed"]  # yapf: disable
 RANKS = "lightrft.tests.support.vllm_ranks"
 MOE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4,
        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "initializer_range": 0.12}  # yapf: disable

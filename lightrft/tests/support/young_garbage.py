@@ -5,12 +5,6 @@ imported modules: half a second each time. vLLM also unfreezes what ``gc.freeze`
 """
 import gc
 
-_collect = gc.collect
-
-
-def young(generation: int = 1) -> int:
-    """``gc.collect``, but for the oldest objects."""
-    return _collect(min(generation, 1))
-
+from lightrft.tests.support.quick_starts import young
 
 gc.collect = young  # type: ignore[assignment]
