@@ -4,7 +4,7 @@ To autograd a tensor is on torch's "lazy" device, whose backward passes run in t
 program it is on ``cuda:0``. Every operator runs on the CPU data inside.
 """
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -142,22 +142,24 @@ def on_device(device: Any) -> bool:
     return device is not None and torch.device(device).type in ("lazy", "cuda")
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts: torch's pytrees take longer than a small kernel."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple, dict)):
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(each)
+def _collect(values: Iterable[Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Append the tensors in nested lists and tuples to ``tensors``: torch's pytrees take longer than a small kernel."""
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, tensors)
+    return tensors
 
 
 def _inside(tree: Any) -> Any:
     """Replace tensors and names of the device by the content and the CPU."""
-    if isinstance(tree, CudaTensor):
+    kind = type(tree)
+    if kind is CudaTensor:
         return tree.data_on_host
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_inside, tree))
-    return CPU if isinstance(tree, torch.device) and on_device(tree) else tree
+    if kind is tuple or kind is list or issubclass(kind, (list, tuple)):
+        return kind([_inside(value) for value in tree])
+    return CPU if kind is torch.device and on_device(tree) else tree
 
 
 def _wrapped(tree: Any) -> Any:
@@ -167,28 +169,28 @@ def _wrapped(tree: Any) -> Any:
     return type(tree)(map(_wrapped, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
-def _check_mix(func: Any, args: Any, tensors: list[Tensor]) -> None:
+def _check_mix(func: Any, known: Traits, args: Any, tensors: list[Tensor]) -> None:
     """Refuse an operator on tensors of both sides; copies, and index tensors of the host, are allowed as on CUDA."""
     host = [x for x in tensors if not isinstance(x, CudaTensor) and x.ndim and x.device.type == "cpu"]
-    if host and not traits(func).copies and not (traits(func).indexed and isinstance(args[0], CudaTensor)):
+    if host and not known.copies and not (known.indexed and isinstance(args[0], CudaTensor)):
         shapes = [f"{'cpu' if any(x is h for h in host) else 'cuda:0'} {list(x.shape)}" for x in tensors]
         raise DeviceMismatch(f"{func} at {ledger.line()} got tensors on cuda:0 and cpu: {', '.join(shapes)}")
 
 
-def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+def _waits(known: Traits, args: Any, kwargs: Any) -> bool:
     """Return True if the host waits for the device, for a number or a size, or to copy an index from the host."""
-    if func is aten.repeat_interleave.Tensor:
+    if known.call is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    if not traits(func).indexed:
-        return traits(func).sized
+    if not known.indexed:
+        return known.sized
     reads = any(x is not None and (x.dtype == torch.bool or not isinstance(x, CudaTensor)) for x in args[1])
     return reads and not (len(args) > 2 and args[2].numel() == 1)  # a single value is a masked fill
 
 
-def _count(func: Any, args: Any, kwargs: Any) -> None:
-    if traits(func).launches:
+def _count(known: Traits, args: Any, kwargs: Any) -> None:
+    if known.launches:
         current().add(KERNEL)
-    if _waits(func, args, kwargs):
+    if _waits(known, args, kwargs):
         wait()
 
 
@@ -220,13 +222,13 @@ def _move(func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
 
 def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operator of torch on the content of its tensors, count it, and wrap what belongs to the device."""
-    tensors, known, asked = list(_tensors((args, kwargs))), traits(func), kwargs.get("device")
-    cuda, becomes = any(isinstance(x, CudaTensor) for x in tensors), on_device(asked)
+    tensors, known, asked = _collect(kwargs.values(), _collect(args, [])), traits(func), kwargs.get("device")
+    cuda, becomes = CudaTensor in map(type, tensors), on_device(asked)
     if known.copies and (cuda or becomes) and not isinstance(tensors[-1], CudaTensor):
         _arrive()  # the device runs one copy after the other
     if cuda:
-        _check_mix(func, args, tensors)
-        _count(func, args, kwargs)
+        _check_mix(func, known, args, tensors)
+        _count(known, args, kwargs)
     inner = {name: _inside(value) for name, value in kwargs.items() if name != "pin_memory"}
     if CAPTURE.recorder is not None and (cuda or becomes):
         out = CAPTURE.recorder(func, known.call, _inside(args), inner)
@@ -242,8 +244,13 @@ def execute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 class Operators(TorchDispatchMode):
     """Sends every operator through :func:`execute`, also those without a tensor of the device among its arguments."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would enter and leave its compiler for each operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if DTensor in types:
             return NotImplemented  # it comes back with its local part
         return execute(func, args, kwargs or {})
 
@@ -328,6 +335,6 @@ class Calls(TorchFunctionMode):
         if kwargs:
             kwargs = {key: _lazy(value) if key == "device" else value for key, value in kwargs.items()
                       if key != "pin_memory"}  # yapf: disable
-        if any(isinstance(x, torch.device) for x in args):
+        if torch.device in map(type, args):
             args = tuple(_lazy(x) if isinstance(x, torch.device) else x for x in args)
         return REPLACED.get(func, func)(*args, **kwargs or {})
