@@ -125,7 +125,7 @@ class ChatFormat:
         try:
             parsed = self.reader.parse_response(drawn, tools=self.schemas or None, prompt_ids=prompt_ids)
         except (RecursionError, ValueError):  # JSON with brackets too deep, or a number with too many digits
-            text = self.tokenizer.decode(drawn)
+            text = str(self.tokenizer.decode(drawn))
             return {"role": "assistant", "content": text}, (_unreadable(text), )
         calls = tuple(map(_call, parsed.tool_calls))
         message: Message = {"role": "assistant", "content": parsed.content}
@@ -161,7 +161,7 @@ class ChatFormat:
         the next start."""
         end, rest = self._template.behind(messages)
         if drawn and drawn[-1] in self._ends:  # the start of a message may be what ends the turn before
-            return self._ids(rest if end else rest.removeprefix(self.tokenizer.decode(drawn[-1:])))
+            return self._ids(rest if end else rest.removeprefix(str(self.tokenizer.decode(drawn[-1:]))))
         return self._ids(end + rest)
 
     def _ids(self, text: str) -> list[int]:

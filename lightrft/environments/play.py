@@ -1,7 +1,7 @@
 """Episodes with an environment: sessions in workers, turns from tokens, answers back to tokens."""
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, T
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.pool import Answer, EnvironmentPool
 from lightrft.rollout.scheduler import NextTurn, Turn
-from lightrft.types import Episode, Key, Prompt
+from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play
 from lightrft.utils.watchdog import tick
@@ -93,7 +93,7 @@ class Player:
     def playing(self, episodes: Sequence[Episode], max_new_tokens: int) -> Iterator[NextTurn]:
         """Open the sessions of episodes that have none, and yield what gives their turns; close those of episodes that
         are finished then."""
-        self._open([episode for episode in episodes if not self._plays(episode)])
+        self._open([episode for episode in episodes if not self._plays(episode)], max_new_tokens)
         try:
             yield lambda ended: self._ask(ended, max_new_tokens)
         finally:
@@ -152,16 +152,49 @@ class Player:
         assert not isinstance(answer.messages, str), "the worker has made messages of it"
         return self.form.safe(answer.messages or [])
 
-    def _open(self, episodes: Sequence[Episode]) -> None:
+    def _open(self, episodes: Sequence[Episode], max_new_tokens: int) -> None:
+        """Begin sessions, all at once. Those of episodes from a checkpoint play the turns that these have again; where
+        an environment answers otherwise now, its response begins anew."""
+        lost = [(episode, episode.prompt.token_ids, episode.segments) for episode in episodes
+                if episode.play is not None and episode.segments]  # yapf: disable
+        self._begin_all(episodes)
+        again = [(episode, segments) for episode, asked, segments in lost if episode.prompt.token_ids == asked]
+        self._replay(again, max_new_tokens)
+        anew = [episode for episode, _, segments in lost if len(episode.segments) < len(segments)]
+        for episode in anew:
+            _play(episode).restarts += 1
+        self._begin_all(anew)
+
+    def _begin_all(self, episodes: Sequence[Episode]) -> None:
         """Begin sessions, all at once, and add the messages of ``reset`` to the prompts."""
         groups = [[*run] for _, run in groupby(episodes, lambda episode: episode.key[:2])]
         resets = [[self._reset(episode, group[0].seed) for episode in group] for group in groups]
-        waiting = {future for futures in resets for future in futures}
-        while waiting:
-            tick()
-            waiting = wait(waiting, _LOOK_S).not_done
+        _await(future for futures in resets for future in futures)
         for group, futures in zip(groups, resets):
             self._begin(group, [future.result() for future in futures])
+
+    def _replay(self, episodes: Sequence[tuple[Episode, list[Segment]]], max_new_tokens: int) -> None:
+        """Play the turns in ``segments`` again, at once for all episodes. Those whose answers are the same have all
+        segments then."""
+        running = [self._turns_again(episode, segments, max_new_tokens) for episode, segments in episodes]
+        while running:
+            asked = [next(turns, None) for turns in running]
+            _await(pending.answer for pending in asked if pending is not None)
+            running = [turns for turns, pending in zip(running, asked) if pending is not None]
+
+    def _turns_again(self, episode: Episode, segments: list[Segment], max_new_tokens: int) -> Iterator[PendingAnswer]:
+        """Give an episode its segments; yield the pending answer to each turn, up to one that differs."""
+        for drawn, run in groupby(segments, lambda segment: segment.drawn):
+            same = [*run]
+            if not drawn:
+                pending = self._asked(episode, max_new_tokens)
+                if pending is None:
+                    return
+                yield pending
+                if pending.result() != [token for segment in same for token in segment.token_ids]:
+                    return
+                _play(episode).replays += 1
+            episode.segments += same
 
     def _plays(self, episode: Episode) -> bool:
         """Return True if an episode has a session here; one from a checkpoint or from another rank has none."""
@@ -173,7 +206,7 @@ class Player:
         self._close(episode)
         play = Play(seed=seed)
         if (lost := episode.play) is not None:
-            play = Play(seed=lost.seed, restarts=lost.restarts + bool(episode.segments))
+            play = Play(seed=lost.seed, restarts=lost.restarts, replays=lost.replays)
             episode.prompt = replace(episode.prompt, **lost.asked or {})
         episode.play, episode.segments, prompt = play, [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
@@ -254,6 +287,14 @@ class Player:
         _, session = self._sessions.pop(episode.key, (None, None))
         if session is not None:
             self.pool.close(session)
+
+
+def _await(futures: "Iterable[Future[Answer]]") -> None:
+    """Wait for answers, with signs of life."""
+    waiting = {*futures}
+    while waiting:
+        tick()
+        waiting = wait(waiting, _LOOK_S).not_done
 
 
 _APART = 0x5DEECE66D  # the noise of an environment is not that of the policy

@@ -20,7 +20,7 @@ def play_metrics(episodes: Sequence[Episode], strategy: StrategyBase) -> dict[st
         size += responses
     if not size:
         return {}
-    counts = {f"env/{cause}": float(causes[cause]) for cause in (*FAILURES, *LIMITS, "restarts")}
+    counts = {f"env/{cause}": float(causes[cause]) for cause in (*FAILURES, *LIMITS, "restarts", "replays")}
     return counts | {f"env/{name}/mean": value / size for name, value in sorted(sums.items())}
 
 
@@ -29,6 +29,7 @@ def _counts(episodes: Sequence[Episode]) -> tuple[Counter[str], Counter[str], in
     plays = [episode.play for episode in episodes if episode.play is not None]
     causes = Counter(cause for play in plays for cause in (play.failure, play.limit) if cause)
     causes["restarts"] = sum(play.restarts for play in plays)
+    causes["replays"] = sum(play.replays for play in plays)
     sums = Counter[str]()
     for play in plays:
         sums.update(play.metrics | {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s})

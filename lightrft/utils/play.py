@@ -18,7 +18,9 @@ class Play:
         failure: cause for which the environment gave no answer; the response is left unscored then.
         limit: cause that ended the response early without a fault.
         turns, calls: of the policy; ``wait_s``: seconds in which the response waited for answers.
-        restarts: times that the response began again, because its environment was lost with an earlier process.
+        restarts: times that the response began again, because its environment was lost with an earlier process, and
+            answered otherwise when its turns were played again.
+        replays: turns that were played again in a new environment, which answered in the same way.
         metrics: sums of the numbers that the environment gave.
         seed: of the environment; a response that begins again has the same.
         asked: messages, text and tokens of the prompt before the environment added to it; None: it added nothing.
@@ -32,6 +34,7 @@ class Play:
     calls: int = 0
     wait_s: float = 0.0
     restarts: int = 0
+    replays: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     asked: dict[str, Any] | None = None

@@ -149,20 +149,21 @@ def chat_prompt(player):
 def played(player, episodes, text="a"):
     """Draw a turn of each episode; the answers of its environment."""
     drawn = player.tokenizer.encode(text, add_special_tokens=False) + [player.tokenizer.eos_token_id]
-    with player.playing(episodes, 90) as ask:
+    with player.playing(episodes, 240) as ask:
         for episode in episodes:
             episode.add(Segment(drawn, [0.0] * len(drawn), version=0), "stop")
-        for turn in ask(episodes):
-            turn.result()
-        for episode in episodes:
+        for episode, turn in zip(episodes, ask(episodes), strict=True):
+            episode.give(turn.result())
             episode.finish_reason = "abort"
     return [episode.play.messages[-1]["content"] for episode in episodes]
 
 
+@pytest.mark.parametrize("otherwise", [False, True], ids=["answers in the same way", "answers otherwise"])
 @pytest.mark.parametrize("left_here", [True, False], ids=["on another rank meanwhile", "of an earlier process"])
-def test_a_response_that_begins_again_has_the_prompt_and_the_seed_of_its_group(player, left_here):
-    """Also where the first response of the group is finished, and where an earlier session of it is still there."""
-    group = Episode.group(chat_prompt(player), 7, [5, 6], role=str(left_here))
+def test_turns_of_a_response_from_a_checkpoint_are_played_again(player, left_here, otherwise):
+    """Also where the first response of the group is finished, and where an earlier session of it is still there. If an
+    answer differs, the response begins again, with the prompt and the seed of its group."""
+    group = Episode.group(chat_prompt(player), 7, [5, 6], role=f"{left_here} {otherwise}")
     first, again = played(player, group)
     assert first == again and again.endswith(" 1"), "one seed, and the first turn of the environment"
     opened = group[0].prompt.messages
@@ -170,11 +171,15 @@ def test_a_response_that_begins_again_has_the_prompt_and_the_seed_of_its_group(p
     if not left_here:
         player._sessions.clear()
     _, moved = load_group(json.loads(json.dumps(group_state(group))))
-    moved.role = str(left_here)
-    assert played(player, [moved]) == [again], "its environment goes on, or has another seed"
+    moved.role, before = group[1].role, [*group[1].token_ids]
+    if otherwise:
+        next(segment for segment in moved.segments if not segment.drawn).token_ids[0] += 1
+    assert played(player, [moved]) == [again if otherwise else again.replace(" 1", " 2")]
     assert (moved.prompt.messages, moved.prompt.token_ids) == (opened, group[0].prompt.token_ids)
-    assert moved.play.restarts == 1 and moved.play.turns == 1
-    assert played(player, [moved])[0].endswith(again.replace(" 1", " 2")), "a session that is here goes on"
+    play, turns = moved.play, moved.play.turns
+    assert (play.restarts, play.replays, turns, play.reward) == ((1, 0, 1, 0.5) if otherwise else (0, 1, 2, 1.0))
+    assert moved.token_ids[:len(before)] == before, "its tokens"
+    assert played(player, [moved])[0].endswith(f" {turns + 1}"), "a session that is here goes on"
 
 
 @pytest.mark.parametrize("place", ["reset", "step"])
@@ -195,7 +200,7 @@ def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(pla
     assert played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
 
 
-def test_environments_live_on_across_steps_and_begin_again_from_a_checkpoint(home, tmp_path):
+def test_environments_live_on_across_steps_and_are_played_again_from_a_checkpoint(home, tmp_path):
     """With --oversample. An answer has the seed of its environment and the number of turns that this has seen."""
     trained, lines = [], []
     for name in ("straight", "resumed"):
@@ -217,9 +222,12 @@ def test_environments_live_on_across_steps_and_begin_again_from_a_checkpoint(hom
     straight, resumed = trained
     versions = [{segment.version for segment in episode.segments if segment.drawn} for episode in straight]
     assert any(len(each) > 1 for each in versions) and not any(episode.play.restarts for episode in straight)
-    left = lines[0][0]["rollout/partial/left_samples"]
-    assert left == sum(episode.play.restarts for episode in resumed) == sum(each["env/restarts"] for each in lines[1])
-    assert left > 0 and len(resumed) == 2 * len(straight) // 3
+    assert lines[0][0]["rollout/partial/left_samples"] > 0 and len(resumed) == 2 * len(straight) // 3
+    replays = sum(episode.play.replays for episode in resumed)
+    assert replays == sum(each["env/replays"] for each in lines[1]) > 0
+    assert not any(each["env/restarts"] for each in (*lines[0], *lines[1]))
+    assert not any(episode.play.replays for episode in straight)
+    assert any(0 in {segment.version for segment in episode.segments} for episode in resumed), "tokens of step 1"
     hints = [{episode.prompt.messages[-1]["content"] for episode in seen} for seen in trained]
     assert hints[1] <= hints[0], "another seed"
 
