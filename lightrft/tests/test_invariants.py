@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.tests.support import runs, tiny
-from lightrft.tests.support.invariants import (SPREAD, build, gradients, largest_gap, make_rollout, measure, updated)
+from lightrft.tests.support.invariants import (LONG, SPREAD, build, gradients, largest_gap, make_rollout, measure,
+                                               updated)
 from lightrft.tests.support.launch import torchrun
 
 LOSSES = {
@@ -100,7 +101,7 @@ def of_ranks(home, folder, ranks, *steps):
 def worlds(home, tmp_path_factory):
     """The facts of one process and of two FSDP2 ranks."""
     folder = tmp_path_factory.mktemp("worlds")
-    return measure(home, folder / "one"), of_ranks(home, folder / "two", 2, 1, 10)
+    return measure(home, folder / "one"), of_ranks(home, folder / "two", 2, 1, LONG)
 
 
 @pytest.fixture(scope="module")
@@ -144,16 +145,16 @@ def test_two_ranks_learn_what_one_does(worlds, name):
     assert largest_gap(two["grads"], one["grads"]) < 1e-5
     start = one[1]["weights"]
     assert largest_gap(two[1]["weights"], start) < 1e-5
-    assert largest_gap(one[10]["weights"], start) > 1e-3, "ten steps must move the weights"
-    assert largest_gap(two[10]["weights"], one[10]["weights"]) < 1e-4
+    assert largest_gap(one[LONG]["weights"], start) > 1e-3, "six steps must move the weights"
+    assert largest_gap(two[LONG]["weights"], one[LONG]["weights"]) < 1e-4
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", list(SPREAD))
 def test_two_ranks_write_what_one_does(worlds, name):
-    """Rollouts as jsonl (the last one comes from weights that were trained nine times), metrics of every step."""
+    """Rollouts as jsonl (the last one comes from weights that were trained before), metrics of every step."""
     one, two = (world[name] for world in worlds)
-    for steps in (1, 10):
+    for steps in (1, LONG):
         for left, right in zip(one[steps]["rollout"], two[steps]["rollout"], strict=True):
             assert right.pop("advantage") == pytest.approx(left.pop("advantage"), abs=1e-3)
             assert right == left
@@ -163,8 +164,8 @@ def test_two_ranks_write_what_one_does(worlds, name):
             close = {key for key in keys if "mismatch" not in key}
             assert {key: right[key] for key in close} == pytest.approx({key: left[key] for key in close}, rel=5e-3,
                                                                        abs=1e-3)
-    assert one[10]["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5
-    assert two[10]["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5, "the engine did not get the new weights"
+    assert one[LONG]["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5
+    assert two[LONG]["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5, "the engine did not get the new weights"
 
 
 @pytest.mark.dist
@@ -181,7 +182,7 @@ def test_leaving_out_the_old_logprob_pass_changes_not_one_bit(worlds, world):
 @pytest.mark.parametrize("world", [0, 1])
 def test_the_facts_of_the_first_step_are_in_the_metrics(worlds, world):
     for name, options in SPREAD.items():
-        first = worlds[world][name][10]["lines"][0]
+        first = worlds[world][name][LONG]["lines"][0]
         assert ("policy/first_kl_ref" in first) == ("init_kl_coef" in options), "measured where there is a reference"
         assert first["policy/first_ratio_gap"] == 0.0 == first.get("policy/first_kl_ref", 0.0)
         assert 0 <= first["rollout/mismatch/abs_logp_mean"] < 1e-5 and first["rollout/mismatch/abs_dp_max"] < 1e-4

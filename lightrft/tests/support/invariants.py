@@ -13,6 +13,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience
 
+LONG = 6  # steps of the longer of two runs
 SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_size": 3}
 SPREAD: dict[str, dict[str, Any]] = {
     "group_norm": {},
@@ -115,10 +116,10 @@ def skipping(home: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(home: Path, folder: Path, runs_of: tuple[int, ...] = (1, 10)) -> dict[str, Any]:
+def measure(home: Path, folder: Path, runs_of: tuple[int, ...] = (1, LONG)) -> dict[str, Any]:
     """All facts of this world size."""
     found = {name: facts(home, folder / name.replace(" ", "_"), options, runs_of) for name, options in SPREAD.items()}
-    return {**found, "skipping": skipping(home, folder / "skipping") if 10 in runs_of else {}}
+    return {**found, "skipping": skipping(home, folder / "skipping") if LONG in runs_of else {}}
 
 
 def main() -> None:
