@@ -20,9 +20,9 @@ from lightrft.tests.support.warm import warm_environ, warm_python
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 VOLATILE = re.compile("time/|perf/|.*tokens_per_s$")
-STATEFUL: dict[str, Any] = {
-    "advantage_estimator": "gae", "init_kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "reward_running_norm":
-    True, "max_epochs": 2, "critic_learning_rate": 3e-3, "ptx_batch_size": 6
+STATEFUL: dict[str, Any] = {  # one mini-batch in each epoch: a run is stopped between steps, not inside of one
+    "n_samples_per_prompt": 2, "advantage_estimator": "gae", "init_kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100,
+    "reward_running_norm": True, "max_epochs": 2, "critic_learning_rate": 3e-3, "ptx_batch_size": 6
 }
 
 
