@@ -316,10 +316,10 @@ def printed_scripts():
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """``run_preferences.sh`` with two of its losses, one with a reference and one without."""
+    """``run_preferences.sh`` with one of its losses; the chain trains with all, on the same seed."""
     folder = tmp_path_factory.mktemp("preferences") / "out"
     launch("bash",
-           printed_scripts()[0], cwd=folder.parent, OUT=str(folder), LOSSES="sigmoid orpo", SEED="1",
+           printed_scripts()[0], cwd=folder.parent, OUT=str(folder), LOSSES="sigmoid", SEED="1",
            PREPARE_ARGS="--test_rows 200", DPO_ARGS="--max_epochs 2")
     return folder
 
@@ -332,7 +332,7 @@ def accuracies(folder):
 @pytest.mark.whole
 def test_training_on_pairs_of_its_answers_surpasses_a_careless_teacher(taught):
     found = accuracies(taught / "evaluation")
-    assert found["sft-hf"] < 0.5 and min(found["sigmoid-hf"], found["orpo-hf"]) > found["sft-hf"] + 0.15, found
+    assert found["sft-hf"] < 0.5 and found["sigmoid-hf"] > found["sft-hf"] + 0.15, found
 
 
 @pytest.mark.whole

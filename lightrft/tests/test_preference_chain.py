@@ -1,6 +1,7 @@
 """``benchmarks/preference_chain.py``: its commands are valid, its labels of columns are right, and what is recorded
 reaches its aims. ``make chain``, which CI calls, runs it."""
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def test_the_commands_are_accepted_and_what_they_train_is_evaluated(tmp_path):
     assert trained - {"rm", "prm", "trained"} == set(chain.NAMES) - {"raft", "iterative_dpo"}
     assert [Path(path).parent.name for path in values["model"].pretrain] == list(chain.NAMES)
     assert chain.GAINS.keys() < chain.NAMES.keys()
+
+
+def test_its_losses_have_the_flags_of_the_script():
+    """So the script, which test_examples trains with one of them, needs no run of the others."""
+    script = (ROOT / "examples" / "preferences" / "run_preferences.sh").read_text(encoding="utf-8")
+    assert dict(re.findall(r'^  \[(\w+)\]="(.+)"$', script, re.MULTILINE)) == chain.LOSSES
 
 
 @pytest.mark.parametrize("response, labels", [

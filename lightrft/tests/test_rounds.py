@@ -23,14 +23,16 @@ sys.path[:0] = [str(ROOT / "examples")]
 
 import rounds  # noqa: E402
 
-SLOW = tiny_task.REWARD.replace("    letters =", "    import time; time.sleep(0.05)\n    letters =")
+SLOW = tiny_task.REWARD.replace(
+    "    letters =", "    import os, time\n"
+    "    time.sleep(0.05 * os.path.exists(__file__ + '.waits'))\n    letters =")
 GENERATE = "--engine_kv_mib 4"
 RECORDER = '#!/bin/sh\nprintf "%s\\0" "$@" > "$WORDS"\n'
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A tiny model, prompts and a slow reward."""
+    """A tiny model, prompts and a reward that can be slow."""
     folder = tiny_task.write_home(tmp_path_factory.mktemp("home"))
     (folder / "slow.py").write_text(SLOW)
     for name, count in (("train", 20), ("test", 4)):
@@ -87,8 +89,10 @@ class Loop:
 def test_raft_goes_on_in_the_round_that_was_killed(home, tmp_path, monkeypatch, capsys):
     """Killed while it generates, and again while it trains; nothing is generated or learnt twice."""
     loop = Loop(home, tmp_path, "raft", monkeypatch, EPOCHS=4, GENERATE_ARGS=f"{GENERATE} --keep_truncated")
+    (home / "slow.py.waits").touch()
     with pytest.raises(SystemExit) as killed:
         loop.call(lambda words: loop.count("round_2/rows.jsonl.parts/rank_00000.jsonl") >= 2)
+    (home / "slow.py.waits").unlink()
     done, generated = loop.ran[:], loop.count("round_2/rows.jsonl.parts/rank_00000.jsonl")
     assert killed.value.code == -9 and [words[0] for words in done] == [
         "evaluate", "generate", "sft", "evaluate", "generate"]  # yapf: disable
