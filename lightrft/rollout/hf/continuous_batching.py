@@ -33,7 +33,8 @@ from lightrft.utils.tensors import upload
 from lightrft.utils.watchdog import tick
 
 _PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
-_SLACK = 8  # refill or compact once a share of 1 / _SLACK of the rows is free
+_SLACK = 8  # refill, compact or go on once a share of 1 / _SLACK of the rows is free or answered
+_PATIENCE = 8  # steps that an answered response waits for others, whose pass it shares
 StopOf = Callable[[SamplingParams], Tensor]
 _TOKEN, _POSITION, _COLUMN = range(ALIVE)
 
@@ -62,6 +63,7 @@ class Generation:
         self.sizes = 0, 0, 0, 0  # that these take
         self.arranged: tuple[Any, ...] = ()  # shape that the attention has, and whether graphs read it
         self.variants: list[tuple[SamplingParams, np.ndarray]] = []  # parameters of the rows that draw, and the rows
+        self.waited = 0  # steps since the first of the answered responses was there
         space.begin(main := stop_of(params))
         self.stops = {params.stop_token_ids: (space.stop, set(main.nonzero()[:, 0].tolist()))}
 
@@ -70,10 +72,12 @@ class Generation:
         ended."""
         slots, alive = self.slots, self.slots.alive
         slots.leave()
-        if self.queue.answered:
+        if self._goes_on():
             return self._continue()
         if waiting := self.queue.waiting:
             free = self._free_slots(min(max(1, len(alive) // _SLACK), waiting))
+            if len(free) and self.queue.answered:  # their prompts could leave for those of others
+                return self._continue()
             if len(free) and (begun := self._fill(free)) is not None:
                 return begun
         elif (dead := int((~alive[:slots.live]).sum())) and dead >= slots.live // _SLACK:
@@ -175,9 +179,17 @@ class Generation:
         return torch.cat(logits)
 
     # -- answers ------------------------------------------------------------------------------------------------------
+    def _goes_on(self) -> bool:
+        """Return True once answered responses are a share of those that draw, or the first one has waited long enough:
+        a pass costs about the same for one and for a few."""
+        answered = len(self.queue.answered)
+        self.waited = self.waited + 1 if answered else 0
+        return answered > 0 and (answered * _SLACK >= self.slots.alive.sum() or self.waited > _PATIENCE)
+
     def _continue(self) -> list[Generated]:
         """Draw the next token of answered responses, which still have their slots."""
         responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.order), []
+        self.waited = 0
         lengths, logits = np.array([len(response.all_ids) for response in responses]), []
         for group in _passes(lengths):
             logits.append(self._extend([responses[i] for i in group]))

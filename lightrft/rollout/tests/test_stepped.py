@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.rollout.hf.continuous_batching import Generation
+from lightrft.rollout.hf.continuous_batching import _PATIENCE, Generation
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.rollout.tests.test_partial import TINY
 from lightrft.tests.support.episodes import Group, Response, episodes_of, generate
@@ -53,6 +53,44 @@ def test_a_kept_row_prefills_only_what_is_appended(family, monkeypatch):
     for request, group in zip(asked, groups):
         for j, done in enumerate(group):
             same(done, by_hand(engine(family), request, j, PARAMS, Toy(asked)))
+
+
+def test_answered_responses_share_a_pass(monkeypatch):
+    """One alone waits some steps for others, while these draw; those that are answered together go on together."""
+    stepped, seen = engine(), passes(monkeypatch)
+    seldom = replace(PARAMS, max_new_tokens=100, stop_token_ids=tuple(range(40, 46)))
+    stepped.submit(episodes_of([Group(requests()[0].token_ids, range(40))]), seldom, waits=True)
+
+    def until(ready):
+        steps = 0
+        while not ready():
+            steps += 1
+            stepped.step()
+        return steps
+
+    parked = stepped._queue.parked
+    until(lambda: parked)
+    first, prefilled = next(iter(parked)), len(seen)
+    stepped.resume(first, ANSWER)
+    assert until(lambda: len(seen) > prefilled) == _PATIENCE + 1 and seen[prefilled:] == [1 + len(ANSWER.token_ids)]
+    until(lambda: len(parked) > 1)
+    for key in (answered := [*parked]):
+        stepped.resume(key, ANSWER)
+    assert until(lambda: len(seen) > prefilled + 1) <= _PATIENCE + 1
+    assert seen[prefilled + 1:] == [len(answered) * (1 + len(ANSWER.token_ids))] and not stepped._queue.answered
+
+
+def test_answered_responses_go_on_before_others_take_free_slots(monkeypatch):
+    """Their prompts could leave for those of the others."""
+    stepped, seen = engine(kv_bytes=4 * TINY), passes(monkeypatch)
+    asked = [Group([*requests()[0].token_ids, k], [k]) for k in range(24)]
+    stepped.submit(episodes_of(asked), replace(PARAMS, max_new_tokens=24), waits=True)
+    while len(stepped._queue.parked) < 2:
+        stepped.step()
+    assert stepped._queue.waiting, "nobody waits for a slot"
+    stepped.resume(next(iter(stepped._queue.parked)), ANSWER)
+    stepped.step()
+    assert seen[-1] == 1 + len(ANSWER.token_ids) and not stepped._queue.answered
 
 
 def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
