@@ -17,6 +17,7 @@ ALIASES: dict[str, tuple[str, Any]] = {
     "disable_ds_ckpt": ("disable_ckpt", True),
     "enable_engine_sleep": ("engine_sleep", True),
     "disable_engine_sleep": ("engine_sleep", False),
+    "trajectory_analysis": ("mark_high_entropy_tokens", True),
 }
 
 
@@ -33,7 +34,6 @@ _NEVER_READ = "LightRFT never reads it; --advantage_estimator and --advantages_n
 _RM_ENGINE = "reward models in an engine are not part of this release; serve the model and use --remote_rm_url"
 _MULTIMODAL = "the modality follows from the model, and rows with and without media may be mixed"
 _ADVANTAGE = "it never had an effect; use --advantage_estimator, and --advantages_norm to whiten"
-_ANALYSIS = "use --mark_high_entropy_tokens for the report, and --save_trajectories for SAVE_PATH/rollouts/step_N.jsonl"
 _LENGTHS = "response lengths are in metrics.jsonl under rollout/response_len/*; drop the flag"
 _CARD = "the model card is written from the run; drop the flag"
 _WORKERS = "data are prepared ahead of time in background threads; drop the flag"
@@ -199,7 +199,6 @@ REFUSED: dict[str, str] = {
     "log_dir": "everything is written below --save_path; use that",
     "ckpt_path_local": "use --ckpt_path",
     "plot_every": _LENGTHS,
-    "trajectory_analysis": _ANALYSIS,
     "print_replay_buffer_stats": "rollout statistics are in the step table and metrics.jsonl; use --logging_steps",
 }
 

@@ -29,7 +29,7 @@ save_value_network, prompt_data path/to/gsm8k, prompt_data_probs 1.0, prompt_spl
 eval_split test, pretrain_data path/to/texts, pretrain_data_probs 1.0, pretrain_split train, input_key prompt
 images_key images, reference_key reference, label_key label, input_template {}, apply_chat_template
 system_prompt Think., wandb_org me, wandb_group grpo, wandb_project LightRFT-GSM8K-Experiments, wandb_run_name first
-mark_high_entropy_tokens
+mark_high_entropy_tokens, trajectory_analysis
 limit_mm_image_per_prompt 10, limit_mm_video_per_prompt -1, fps 2.0, max_pixels 282240
 """
 _NOTICE = """
@@ -39,7 +39,7 @@ use_sequence_rewards, local_rank 0, actor_init_on_gpu, flash_attn, grad_accum_dt
 no_shard_vit, meta_init, reward_pretrain {}, use_wandb YOUR_WANDB_API_KEY, zero_stage 3
 """
 _REFUSED = """
-log_dir logs, plot_every 10, trajectory_analysis, max_len 3072, enable_ema, use_cpg_loss
+log_dir logs, plot_every 10, max_len 3072, enable_ema, use_cpg_loss
 use_gspo, use_gmpo, clip_ratio_low 0.0003, clip_ratio_high 0.0004, normalize_reward_for_critic
 gradient_checkpointing_use_reentrant, disable_fast_tokenizer, load_in_4bit, use_tensorboard runs, use_ms
 system_prompt_path prompts.yaml, ckpt_path_local local
