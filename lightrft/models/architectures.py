@@ -57,7 +57,9 @@ def _refusal(config: PretrainedConfig, family: Family | None) -> str:
 
 def check_class(hf: PreTrainedModel, path: str) -> None:
     """Refuse a loaded model whose attention is not replaceable, or which has a recurrence of its own."""
-    if not hf._can_set_attn_implementation() or hf._is_stateful and not stateful(hf):
+    kinds = config_value(hf.config.get_text_config(), "layer_types", None)
+    recurs = hf._is_stateful and not stateful(hf) and (kinds is None or not ATTENTION_LAYERS.issuperset(kinds))
+    if not hf._can_set_attn_implementation() or recurs:
         raise UserError(
             f"model path {path!r} is of a wrong architecture: the attention of {type(hf).__name__} cannot be replaced "
             "by packed attention (it does not use Hugging Face's AttentionInterface)")

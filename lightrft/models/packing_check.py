@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PACKED
+from lightrft.models.kept_layers import first_shared, keep_layers, lists_of_layers
 from lightrft.models.rope import ORIGINAL
 from lightrft.types import Experience
 from lightrft.utils.errors import CaptureException, first_line
@@ -33,7 +34,6 @@ MOST = 50_000_000  # parameters of a copy; a larger one takes seconds, and is no
 TOLERANCE = 2e-5  # nats; faults are of tenths, rounding is below 1e-5 in most families
 ROUNDINGS = 4  # how many times its own rounding a family may be off: those that repeat layers amplify each bit
 _FAULTS: dict[str, str] = {}  # by config, wherever it lies
-SHARED = "num_kv_shared_layers"  # the last ones, which have no keys and values of their own
 _REACH = ("sliding_window", "attention_chunk_size", "local_attention", "window_size", "floor_scale")
 _NOT_WIDTHS = ("position", "max", "vocab", "window", "token", "length", "theta", "expert", "layers", "heads")
 
@@ -159,22 +159,14 @@ def cut(config: PretrainedConfig, heads: int = HEADS[0]) -> PretrainedConfig:
 def _cut_layers(small: Any) -> None:
     """Keep the first layer of each kind, and at least two; a layer that reads the keys of another one is of a kind of
     its own."""
-    count = small.num_hidden_layers
-    lists = {name: value for name, value in vars(small).items() if isinstance(value, list) and len(value) == count > 1}
-    first_shared = count - (vars(small).get(SHARED) or 0)
+    count, lists, own = small.num_hidden_layers, lists_of_layers(small), first_shared(small)
     kinds: dict[str, int] = {}
     for index in range(count):
-        kind = [index >= first_shared, *(value[index] for value in lists.values())]
+        kind = [index >= own, *(value[index] for value in lists.values())]
         kinds.setdefault(json.dumps(kind, default=str), index)
     chosen = [*kinds.values()][:6]
     chosen += [index for index in range(count) if index not in chosen][:max(0, 2 - len(chosen))]
-    for name, value in lists.items():
-        setattr(small, name, [value[index] for index in sorted(chosen)])
-    small.num_hidden_layers = len(chosen)
-    if SHARED in vars(small):
-        setattr(small, SHARED, sum(index >= first_shared for index in chosen))
-    if "hybrid_layer_ids" in vars(small):
-        small.hybrid_layer_ids = [index for index, kind in enumerate(small.layer_types) if kind == "hybrid"]
+    keep_layers(small, sorted(chosen))
     if "decoder_layers" in vars(small):  # of a family that also has an encoder
         small.decoder_layers = len(chosen)
 

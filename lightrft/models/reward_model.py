@@ -6,6 +6,7 @@ from math import log
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn, Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
@@ -14,12 +15,13 @@ from lightrft.config.options import show
 from lightrft.config.rm_schema import JudgeFormat, StepFormat
 from lightrft.models.actor_modality import ActorModality, config_value
 from lightrft.models.head_names import checked_head, HEAD, heads_among, replaces_tokens, tensor_names
+from lightrft.models.kept_layers import keep_layers
 from lightrft.models.lora import ADAPTER, has_adapters
 from lightrft.models.packed_model import critic_class, named_head, PackedModel
 from lightrft.ops.logprobs import Read, read_logprobs
 from lightrft.ops.segment import segment_softmax, seq_ids
 from lightrft.types import Experience
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import first_line, UserError
 from lightrft.utils.tensors import keep_float32
 
 SCORES = "reward_model"  # entry of config.json
@@ -245,7 +247,7 @@ def cut_layers(config: PretrainedConfig, layer: int) -> None:
     """Keep the decoder layers up to ``layer`` (0: the embeddings alone, -1: all), as :func:`numbered` has it.
 
     Raises:
-        UserError: there is no such layer.
+        UserError: there is no such layer, or the family cannot do with these alone.
     """
     text: Any = config.get_text_config()
     count = text.num_hidden_layers
@@ -254,9 +256,12 @@ def cut_layers(config: PretrainedConfig, layer: int) -> None:
         raise UserError(
             f"--probing_layer {layer}: the model has {count} layers; give 0 (the embeddings) to {count}, or "
             f"-1 (the last) to {-count - 1}")
-    text.num_hidden_layers = kept
-    if config_value(text, "layer_types", None):
-        text.layer_types = text.layer_types[:kept]
+    keep_layers(text, range(kept))
+    try:
+        text.validate()
+    except StrictDataclassError as error:
+        raise UserError(f"--probing_layer {layer}: model type {text.model_type!r} has no such copy of {kept} layers: "
+                        f"{first_line(error.__cause__ or error)} Give a higher layer") from error
 
 
 def reward_class(modality: ActorModality, config: PretrainedConfig, pooling: str) -> Any:

@@ -70,20 +70,53 @@ def test_the_balance_of_experts_over_two_ranks_is_that_of_one_process(home, line
             assert one[key] == pytest.approx(other[key], rel=1e-4), key
 
 
+@pytest.fixture(scope="module")
+def alone(home, tmp_path_factory):
+    """A run of the hybrid models in this process, one sequence at a time: its folder and what it left."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, runs.run(home, folder, max_steps=3, micro_train_batch_size=1,
+                            **strategy_ranks.options_of("states", home))
+
+
 @pytest.mark.dist
-def test_layers_with_state_on_two_ranks_are_those_of_one_process(home, ranks, lines, tmp_path):
+def test_layers_with_state_on_two_ranks_are_those_of_one_process(ranks, lines, alone):
     """Which trains one sequence at a time. Exports have the weights, and load with the log-probs of the policy."""
-    alone = runs.run(home, tmp_path, max_steps=3, micro_train_batch_size=1, **strategy_ranks.options_of("states", home))
-    for one, other in zip(alone.lines, lines["states fsdp"], strict=True):
+    folder, done = alone
+    for one, other in zip(done.lines, lines["states fsdp"], strict=True):
         for key in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "reward/mean"):
             assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
     for name in strategy_ranks.STRATEGIES:
-        exported = load_file(ranks / "states" / name / "hf" / "model.safetensors")
-        assert exported.keys() == weights.keys()
-        gaps = torch.cat([(exported[key] - weight).abs().flatten() for key, weight in weights.items()])
-        assert (gaps > 2e-5).float().mean() < 1e-3, "Adam enlarges the rounding of few gradients, which are nearly 0"
-    policy, exp = alone.trainer.prepared["actor"].model.eval(), experience()
+        assert share_apart(ranks / "states" / name, folder) < 1e-3
+    policy, exp = done.trainer.prepared["actor"].model.eval(), experience()
     with torch.no_grad():
-        loaded = load_actor(PolicyModelConfig(pretrain=str(tmp_path / "hf")), train=False)(exp)[0]
+        loaded = load_actor(PolicyModelConfig(pretrain=str(folder / "hf")), train=False)(exp)[0]
         torch.testing.assert_close(loaded, policy(exp)[0], atol=1e-6, rtol=0)
+
+
+def share_apart(one, two):
+    """The share of weights of two exports that differ: Adam enlarges the rounding of few gradients, nearly 0."""
+    ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (one, two))
+    assert ours.keys() == theirs.keys()
+    gaps = torch.cat([(ours[key] - weight).abs().flatten() for key, weight in theirs.items()])
+    return (gaps > 2e-5).float().mean()
+
+
+def test_layers_with_state_learn_the_same_of_any_micro_batches(home, alone, tmp_path):
+    """Eight of one sequence, and one of all eight."""
+    folder, done = alone
+    whole = runs.run(home, tmp_path, max_steps=3, micro_train_batch_size=8, **strategy_ranks.options_of("states", home))
+    for one, other in zip(done.lines, whole.lines, strict=True):
+        for key in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "policy/aux_loss"):
+            assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
+    assert share_apart(tmp_path, folder) < 1e-3
+
+
+def test_layers_with_state_resume_bit_by_bit(home, alone, tmp_path):
+    """Policy, critic, optimizers and random numbers of a run that ends after two steps and goes on."""
+    folder, done = alone
+    models = strategy_ranks.options_of("states", home) | {"micro_train_batch_size": 1} | strategy_ranks.SAVING
+    runs.run(home, tmp_path, max_steps=2, **models)
+    resumed = runs.run(home, tmp_path, max_steps=3, load_checkpoint=True, **models)
+    assert numbers(resumed.lines[-1]) == numbers(done.lines[-1])
+    ours, theirs = (load_file(path / "hf" / "model.safetensors") for path in (tmp_path, folder))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -128,13 +128,16 @@ def launch(script: str, home: Path, save: Path, data: str, **options: Any) -> No
 
 
 EVERY = {
-    "sft": ("judged", {}), "kto": ("judged", {"undesirable_loss_weight": 0.5}), "dpo": ("pairs", {"loss": "aot"}),
-    "grm": ("pairs", {"task_instruction": "{prompt} {first} {second}"}),
-    "kd": ("judged", {"teacher_model": "{home}/other", "kd_top_k": 3}),
-    "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"]}),
+    "sft": ("judged", {}), "kto": ("judged", {"undesirable_loss_weight": 0.5}),
+    "dpo": ("pairs", {"loss": "aot", "pretrain": "{home}/qwen3_5"}),
+    "grm": ("pairs", {"task_instruction": "{prompt} {first} {second}", "pretrain": "{home}/falcon_h1"}),
+    "kd": ("judged", {"teacher_model": "{home}/other", "kd_top_k": 3, "pretrain": "{home}/lfm2"}),
+    "prm": ("steps", {"placeholder_token": "#", "reward_tokens": ["+", "-"], "pretrain": "{home}/granitemoehybrid"}),
+    "rm": ("pairs", {"pretrain": "{home}/jamba"}),
     "sft of lengths": ("lengths", {"pretrain": "{home}/longrope", "max_len": 200}),
     "sft of states": ("judged", {"pretrain": "{home}/nemotron_h"}),
 }  # yapf: disable
+STATES = ("qwen3_5", "falcon_h1", "lfm2", "granitemoehybrid", "jamba", "nemotron_h")  # models whose layers have state
 STRATEGIES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "zero3": ([*EVERY], {"strategy": "deepspeed", "zero_stage": 3}),
     "zero2": (["sft of lengths"], {"strategy": "deepspeed", "zero_stage": 2}),
@@ -150,8 +153,9 @@ def write_lengths(home: Path) -> None:
 
 
 def write_states(home: Path) -> None:
-    """A model whose layers have state."""
-    tiny.save_model(home / "nemotron_h", "nemotron_h", initializer_range=0.1)
+    """Models whose layers have state."""
+    for family in STATES:
+        tiny.save_model(home / family, family, initializer_range=0.1)
 
 
 def run_of(name: str, home: Path, save: Path, **options: Any) -> Any:

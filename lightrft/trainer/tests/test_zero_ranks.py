@@ -34,12 +34,22 @@ def share_apart(one, two, limit=2e-5):
     return torch.cat(apart).float().mean().item()
 
 
+def learned(weights, start):
+    """The largest change of a weight; an export has the names of its family, and perhaps a head that is new."""
+    before = {name.replace("language_model.", ""): weight for name, weight in start.items()}
+    gaps = [(weight - before[key]).abs().max().item() for name, weight in weights.items()
+            if (key := name.replace("language_model.", "")) in before]
+    assert len(gaps) == len(start)
+    return max(gaps)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_are_one(name, ranks, home, tmp_path):
-    trainer = runs.run_of(name, home, tmp_path)
+    """The process trains one sequence, or one pair, at a time; the ranks pack two."""
+    trainer = runs.run_of(name, home, tmp_path, micro_train_batch_size=1)
     start = runs.load_file(Path(trainer.config.model.pretrain) / "model.safetensors")
-    assert runs.close(runs.exported(tmp_path), start) > 1e-3
+    assert learned(runs.exported(tmp_path), start) > 1e-3
     for of_ranks in ranks.glob(f"*/{name}"):
         assert share_apart(runs.exported(tmp_path), runs.exported(of_ranks)) < 1e-3, of_ranks
         for a, b in zip(runs.metrics(tmp_path), runs.metrics(of_ranks), strict=True):
