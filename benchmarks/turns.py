@@ -1,26 +1,34 @@
-"""Compare responses of several turns with an environment to responses of one turn, at equal numbers of drawn tokens.
+"""Compare responses of several turns with an environment to responses of one turn.
 
-    python benchmarks/turns.py [--responses 64] [--tokens 256] [--stops 2] [--pairs 5] [--hidden 64]
+    python benchmarks/turns.py [--engine hf] [--responses 64] [--tokens 256] [--stops 3] [--pairs 3] [--hidden 256]
+        [--layers 4] [--out turns.json]
 
 The model has random weights and one token per character; a turn ends with one of ``--stops`` characters. The
-environment answers every turn at once, with 8 characters, in a worker process. Each pair generates both in turn, and
-responses of one turn are as long as those of several turns were on average. CPU seconds are those of this process, and
-of the worker apart; the table has the median of the pairs.
+environment answers every turn at once, with 8 characters, in a worker process; what the policy reads of an answer has
+31 tokens. Each pair generates in turn responses of several turns, responses of one turn of the same length, and ones
+with as many drawn tokens, which are shorter by the answers. CPU seconds are those of this process, and of the worker
+apart; the table has medians, and the ratios their least and most. ``--out`` adds the pairs to those of a file.
 """
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from lightrft.environments.base import Step, Turn
 
 if TYPE_CHECKING:
+    from lightrft.models.actor_language import ActorLanguage
+    from lightrft.rollout.engine import RolloutEngine
     from lightrft.types import Episode
 
-SAMPLES = 8
+SAMPLES, LIMIT = 8, 2048
+COLUMNS = ("engine, model", "turns", "tokens, drawn", "several turns, CPU s", "one turn, same length, CPU s", "ratio",
+           "one turn, as many drawn, CPU s", "ratio", "worker, CPU s")  # yapf: disable
+HEADER = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|"
 
 
 class Answers:
@@ -37,28 +45,29 @@ class Answers:
 class Case:
     """A model with an engine, prompts, and an environment."""
 
-    def __init__(self, folder: Path, responses: int, stops: int, hidden: int) -> None:
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         from lightrft.config.schema import ModelConfig
         from lightrft.environments.base import EnvironmentSpec
         from lightrft.environments.chat_format import ChatFormat
         from lightrft.environments.play import Player
         from lightrft.environments.pool import EnvironmentPool
         from lightrft.models.loader import load_actor
-        from lightrft.rollout.hf.engine import HFEngine
         from lightrft.tests.support import tool_models
         from lightrft.types import Prompt
-        tool_models.save_model(folder, "qwen2", hidden_size=hidden, max_position_embeddings=4096)
+        tool_models.save_model(folder, "qwen2", hidden_size=args.hidden, num_hidden_layers=args.layers,
+                               max_position_embeddings=LIMIT)
         actor = load_actor(ModelConfig(pretrain=str(folder)))
+        self.size = sum(weight.numel() for weight in actor.hf_model.parameters())
         self.tokenizer = tool_models.tokenizer()
-        self.engine = HFEngine(actor.hf_model.eval(), (), 1 << 28)  # no token ends a response of one turn
+        self.engine = engine_of(args.engine, actor, self.tokenizer)
         form = ChatFormat(self.tokenizer, "qwen2")  # no thoughts, in which a turn could end
         pool = EnvironmentPool(EnvironmentSpec(__file__, "Answers"), 1, 60.0)
         self.player = Player(pool, self.tokenizer, form, 1 << 30, 1 << 30)
         texts = [form.prompt([{"role": "user", "content": f"question {i}"}], {})
-                 for i in range(responses // SAMPLES)]  # yapf: disable
+                 for i in range(args.responses // SAMPLES)]  # yapf: disable
         self.prompts = [(i, Prompt(str(i), ids, text, messages=[{"role": "user", "content": f"question {i}"}]))
                         for i, (text, ids) in enumerate(texts)]
-        self.stops = tuple(self.tokenizer.convert_tokens_to_ids([*"etaoinshrdlu"[:stops]]))
+        self.stops = tuple(self.tokenizer.convert_tokens_to_ids([*"etaoinshrdlu"[:args.stops]]))
 
     def generate(self, tokens: int, plays: bool) -> "tuple[float, float, list[Episode]]":
         """Generate responses of ``tokens``; return CPU seconds of this process and of the worker, and the responses."""
@@ -77,29 +86,67 @@ class Case:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
+    def pair(self, tokens: int) -> dict[str, float]:
+        """Generate responses of several turns, and both kinds of one turn."""
+        several, worker, episodes = self.generate(tokens, True)
+        length, drawn = (statistics.mean(getattr(episode, name) for episode in episodes)
+                         for name in ("response_len", "drawn_len"))  # yapf: disable
+        turns = statistics.mean(episode.play.turns for episode in episodes if episode.play is not None)
+        found = {"turns": turns, "tokens": length, "drawn": drawn, "several": several, "worker": worker}
+        for name, mean in (("same_length", length), ("as_many_drawn", drawn)):
+            seconds, _, alone = self.generate(round(mean), False)
+            assert {episode.response_len for episode in alone} == {round(mean)}
+            found[name] = seconds * mean / round(mean)
+        return found
+
+
+def engine_of(kind: str, actor: "ActorLanguage", tokenizer: Any) -> "RolloutEngine":
+    """Start an engine on the weights of ``actor``, that no token of the model itself ends."""
+    from lightrft.config.schema import RolloutConfig
+    from lightrft.rollout import get_engine
+    from lightrft.config.schema import StrategyConfig
+    from lightrft.strategy.strategy import SingleProcessStrategy
+    actor.hf_model.eval()
+    strategy = SingleProcessStrategy(StrategyConfig())
+    strategy.setup()
+    cfg = RolloutConfig(engine_type=kind, prompt_max_len=LIMIT // 2, generate_max_len=LIMIT // 2, engine_kv_mib=256)
+    engine = get_engine(cfg, actor, strategy, tokenizer, False)
+    engine.eos_token_ids = frozenset()
+    engine.update_weights(strategy.full_params(actor), 1)
+    return engine
+
+
+def row(title: str, pairs: list[dict[str, float]]) -> str:
+    """Render the pairs of one engine and model."""
+    median = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
+    cells = [title, f"{median['turns']:.1f}", f"{median['tokens']:.0f}, {median['drawn']:.0f}",
+             f"{median['several']:.2f}"]  # yapf: disable
+    for name in ("same_length", "as_many_drawn"):
+        ratios = [pair["several"] / pair[name] for pair in pairs]
+        cells += [f"{median[name]:.2f}", f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+    return f"| {' | '.join([*cells, format(median['worker'], '.2f')])} |"
+
 
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for name, value in {"responses": 64, "tokens": 256, "stops": 2, "pairs": 5, "hidden": 64}.items():
+    defaults = {"responses": 64, "tokens": 256, "stops": 3, "pairs": 3, "hidden": 256, "layers": 4}
+    for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    parser.add_argument("--out", type=Path, help="JSON file of all pairs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(Path(folder) / "model", args.responses, args.stops, args.hidden)
-        pairs = []
-        for number in range(args.pairs + 1):  # the first one warms up
-            several, worker, episodes = case.generate(args.tokens, True)
-            drawn = statistics.mean(episode.drawn_len for episode in episodes)
-            one, _, alone = case.generate(round(drawn), False)
-            turns = statistics.mean(episode.play.turns for episode in episodes if episode.play is not None)
-            per_token = one * drawn / statistics.mean(episode.drawn_len for episode in alone)
-            pairs += [(turns, drawn, per_token, several, several / per_token, worker)] if number else []
+        case = Case(Path(folder) / "model", args)
+        case.pair(args.tokens)  # warms up
+        pairs = [case.pair(args.tokens) for _ in range(args.pairs)]
         case.player.shutdown()
-    print(
-        "| turns | drawn tokens | one turn, CPU s | several, CPU s | ratio | worker, CPU s |\n|---|---|---|---|---|---|"
-    )
-    turns, drawn, one, several, ratio, worker = map(statistics.median, zip(*pairs))
-    print(f"| {turns:.1f} | {drawn:.0f} | {one:.2f} | {several:.2f} | {ratio:.2f} | {worker:.2f} |")
+        case.engine.shutdown()
+    title = f"{args.engine}, {case.size / 1e6:.1f}M parameters, {args.responses} responses"
+    print(HEADER, row(title, pairs), sep="\n")
+    if args.out:
+        runs = json.loads(args.out.read_text()) if args.out.exists() else {}
+        args.out.write_text(json.dumps(runs | {title: pairs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,14 @@ def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
     assert set(re.findall(r"\b\d+\.\d\d\b", claim)) == medians - {"1.00"}
 
 
+def test_the_page_shows_the_recorded_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    turns = importlib.import_module("turns")
+    found, page = recorded("turns.json")
+    rows = [turns.row(title, pairs) for title, pairs in found.items()]
+    assert len(rows) >= 3 and all(row in page for row in (*turns.HEADER.splitlines(), *rows)), rows
+
+
 def ratios_of(sides: dict[str, list[dict[str, float]]], side: str) -> list[float]:
     return [one["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for one, peer in zip(sides[side], sides["trl"])]
 
