@@ -38,13 +38,13 @@ def preset_values(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for layer in preset_layers(values) for name, value in layer.values.items()}
 
 
-def changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def changed(config: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
     """Select the options in ``names`` that the tree ``config`` has and that were set explicitly, with their values:
     neither the default nor the value that a chosen preset gives."""
     values, known = flatten(config), options(config)
-    preset = preset_values(values)
-    return ((name, values[name]) for name in names if name in known and values[name] != known[name].default and (
-        name not in preset or values[name] != preset[name]))
+    others = {name: values[name] for name in names if name in known and values[name] != known[name].default}
+    preset = preset_values(values) if others else {}
+    return [(name, value) for name, value in others.items() if name not in preset or value != preset[name]]
 
 
 def resolve(tree: type, script: dict[str, Any], given: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:

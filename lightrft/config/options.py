@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isfinite
 from typing import Any
 
@@ -60,7 +61,7 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
                 "free": free, "preset": preset, "common": common, "hint": hint, "card": card, "path": path,
                 "required": required, "bare": bare}  # yapf: disable
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: copy(default), metadata=metadata)
+        return field(default_factory=partial(copy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -68,13 +69,15 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
 class Option:
     """One option of the tree.
 
-    ``owner`` is the class that declares it; ``kind`` is the type of its value, or of one item if ``many``; for the
-    other fields, see :func:`option`.
+    ``owner`` is the class that declares it, and ``flag`` what sets it; ``kind`` is the type of its value, or of one
+    item if ``many``, and ``kind_name`` the word for that; for the other fields, see :func:`option`.
     """
     group: str
     owner: str
     name: str
+    flag: str
     kind: type
+    kind_name: str
     many: bool
     optional: bool
     default: Any
@@ -94,11 +97,6 @@ class Option:
     bare: str = ""
 
     @property
-    def flag(self) -> str:
-        """The flag that sets the option."""
-        return f"--{self.name}"
-
-    @property
     def needed(self) -> dict[str, str]:
         """The options of ``needs``, of which one must be set, and an example of each; ``a|b``: one of these values."""
         return {name: example for name, _, example in (one.partition(" ") for one in self.needs.split(" or ") if one)}
@@ -112,11 +110,6 @@ class Option:
         """
         return not self.needs or any(values[name] in example.split("|") if known[name].choices else bool(values[name])
                                      for name, example in self.needed.items())  # yapf: disable
-
-    @property
-    def kind_name(self) -> str:
-        """The word for the type of one item."""
-        return "json" if self.kind is dict else self.kind.__name__
 
     @property
     def type_name(self) -> str:

@@ -42,7 +42,8 @@ def _option(group: str, owner: str, spec: Field, annotation: Any, free: bool) ->
     kind = next(t for t in inner if t is not NoneType)
     default = spec.default if spec.default_factory is MISSING else spec.default_factory()
     known = dict(spec.metadata)
-    return Option(group, owner, spec.name, kind, many, NoneType in inner, default,
+    word = "json" if kind is dict else kind.__name__
+    return Option(group, owner, spec.name, f"--{spec.name}", kind, word, many, NoneType in inner, default,
                   **known | {"free": known["free"] or free})
 
 

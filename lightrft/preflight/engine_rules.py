@@ -77,7 +77,7 @@ def _text(value: object) -> str:
 
 def _native_engine(c: Config, engine: str, cuda: bool) -> Iterator[str]:
     r, caps = c.rollout, c.rollout.caps
-    if r.engine_kv_mib and list(changed(c, ["engine_mem_util"])):
+    if r.engine_kv_mib and changed(c, ["engine_mem_util"]):
         yield (f"--engine_mem_util {r.engine_mem_util:g}: has no effect with --engine_kv_mib {r.engine_kv_mib}, which "
                "sets the size of the cache; drop one")
     for name, value in (("temperature", r.temperature), ("eval_temperature", c.eval.eval_temperature),

@@ -1,6 +1,7 @@
 """Interface of every rollout engine."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -72,11 +73,11 @@ def check_episodes(episodes: Iterable[Episode], params: SamplingParams, engine: 
         prompt, name = group[0].prompt, f"prompt {group[0].group_id}"
         if not prompt.token_ids:
             raise ValueError(f"{name} is empty")
-        if (begun := max(episode.response_len for episode in group)) >= params.max_new_tokens:
+        responses = [episode.response_ids for episode in group]
+        if (begun := max(map(len, responses))) >= params.max_new_tokens:
             raise UserError(f"a response to {name} resumes from {begun} tokens, but may have {params.max_new_tokens}; "
                             "use the --generate_max_len that it was started with")
-        for ids in (prompt.token_ids, *(episode.response_ids for episode in group)):
-            check_ids(name, ids, vocabulary)
+        check_ids(name, [*prompt.token_ids, *chain.from_iterable(responses)], vocabulary)
         if prompt.media and not takes_media:
             raise ValueError(f"{name} has media ({', '.join(prompt.media)}); the {engine} engine takes text only")
         if longest and len(prompt.token_ids) + params.max_new_tokens > longest:

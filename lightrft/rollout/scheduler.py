@@ -12,7 +12,7 @@ from lightrft.models.vocabulary import check_ids
 from lightrft.rollout.engine import FINISH_REASONS, Generated, SamplingParams, SteppedEngine
 from lightrft.rollout.tp_group import all_of_group, share_episodes, share_turns
 from lightrft.types import Episode, Key, Segment
-from lightrft.utils.watchdog import tick, ticks
+from lightrft.utils.watchdog import Progress, tick
 
 _IDLE_ROUNDS = 1000  # between two checks that rounds draw tokens
 _POLL_S = 1e-3  # between two looks at answers while all responses wait
@@ -230,12 +230,12 @@ class Scheduler:
         """
         with ExitStack() as after_an_error:
             after_an_error.callback(self._lose_all)
-            before, self._aborting = ticks(), False
+            before, self._aborting = Progress.ticks, False
             parts = self.engine.step()
             if not parts and len(self.waiting) == len(self.flights):
                 time.sleep(_POLL_S)
                 tick()
-            self._idle = 0 if parts or ticks() != before else self._idle + 1
+            self._idle = 0 if parts or Progress.ticks != before else self._idle + 1
             self._check_progress()
             ended, stopped = self._store(parts)
             self._go_on(ended | self._turns(stopped))
@@ -263,10 +263,7 @@ class Scheduler:
             tick()
         for part in parts:
             if (flight := self.flights.get(part.key)) is not None:
-                _check_part(part, flight)
-                for segment in part.segments:
-                    flight.episode.add(segment, part.finish_reason)
-                flight.episode.finish_reason = part.finish_reason
+                _append(part, flight, self.engine.weight_version)
                 asks = part.finish_reason == "stop" or part.finish_reason == "length" and flight.run.hears_cuts
                 if asks and flight.run.next_turn is not None:
                     stopped.append(part.key)
@@ -357,15 +354,15 @@ class Scheduler:
             self.waiting.pop(key, None)
 
 
-def _check_part(part: Generated, flight: Flight) -> None:
-    """Refuse a part that no engine may return.
+def _append(part: Generated, flight: Flight, newest: int) -> None:
+    """Append a part to its episode; ``newest``: the version of the weights that the engine has.
 
     Raises:
         RuntimeError: an unknown reason, more tokens than the response may have, not one log-prob per token, or a
             version of the weights that the engine never had.
     """
     drawn, logprobs = (sum(len(vars(segment)[name]) for segment in part.segments) for name in ("token_ids", "logprobs"))
-    room, newest = flight.room, flight.run.scheduler.engine.weight_version
+    room = flight.run.params.max_new_tokens - flight.episode.add(part.segments, part.finish_reason) + drawn
     if part.finish_reason not in FINISH_REASONS or drawn > room or drawn != logprobs:
         raise RuntimeError(f"the engine returned {drawn} tokens with {logprobs} log-probs and the reason "
                            f"{part.finish_reason!r} for a response that may have {room} further tokens; reasons are "

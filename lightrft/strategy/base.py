@@ -21,7 +21,7 @@ from lightrft.strategy import export
 from lightrft.strategy.materialize import Builder
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.strategy.host_buffers import HostBuffers
-from lightrft.strategy.mesh import Axes, Mesh
+from lightrft.strategy.mesh import Axes, Mesh, mesh_of_all
 from lightrft.strategy.optimizer import LocalOptimizer, OptimSpec, clip, load, set_schedule_step, squared_norm
 from lightrft.strategy.optimizers import OPTIMIZERS
 from lightrft.strategy.sharding import like, local, names_by_shards, own_slice, ParamSlice
@@ -110,7 +110,7 @@ class StrategyBase(ABC):
     @property
     def mesh(self) -> Mesh:
         """The ranks of this strategy, and the shares of this one."""
-        return Mesh(range(self.world_size), self.rank, self.device.type, axes=self.axes)
+        return mesh_of_all(self.world_size, self.rank, self.device.type, self.axes)
 
     # -- life ---------------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -1,11 +1,12 @@
 """Materialization of models whose weights are still in files: a rank allocates its part of each tensor and reads it."""
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.sharding import blocks, like, local, Slices
+from lightrft.strategy.sharding import filled, Slices
 from lightrft.utils.tensors import on_meta, replace_tensors
 
 Builder = Callable[[], nn.Module]  # builds a model when it is its turn
@@ -39,11 +40,5 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """Give the tensors of ``model`` on the meta device memory on ``device`` and their values: of a sharded one this
     rank's blocks. Tensors follow one another, so that one is read at a time."""
 
-    def filled(name: str, tensor: Tensor) -> Tensor:
-        shard = torch.empty_like(local(tensor), device=device)
-        for block in blocks(tensor):
-            shard[block.shard] = read_block(model, name, block.whole)
-        return like(shard, tensor)
-
     with torch.no_grad():
-        replace_tensors(model, on_meta, filled)
+        replace_tensors(model, on_meta, lambda name, tensor: filled(tensor, device, partial(read_block, model, name)))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -173,6 +174,12 @@ class Mesh:
         groups = [group_of(line) for line in lines]
         return DeviceMesh.from_group(groups if table.ndim > 1 else groups[0], self.device_type,
                                      mesh=table if table.ndim > 1 else None, mesh_dim_names=names)
+
+
+@cache
+def mesh_of_all(size: int, rank: int, device_type: str, axes: Axes) -> Mesh:
+    """Return the mesh of all ``size`` ranks, of which this process is ``rank``."""
+    return Mesh(range(size), rank, device_type, axes=axes)
 
 
 def _check_divides(what: str, size: int, count: int, of: str, where: str = "") -> None:

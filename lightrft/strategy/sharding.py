@@ -1,5 +1,5 @@
 """Shards: which elements of a tensor a rank stores, and for which it is responsible, by its placements on a mesh."""
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -181,3 +181,12 @@ def like(shard: Tensor, owner: Tensor) -> Tensor:
     whole = torch.empty(shape, device="meta")
     spec = owner._spec.shallow_copy_with_tensor_meta(TensorMeta(whole.shape, whole.stride(), shard.dtype))
     return DTensor(shard, spec, requires_grad=False)
+
+
+def filled(tensor: Tensor, device: torch.device, read: Callable[[Slices], Tensor]) -> Tensor:
+    """Return a tensor on ``device`` in the place of one without data; ``read`` returns the blocks of the whole one that
+    this rank stores."""
+    shard = torch.empty_like(local(tensor), device=device)
+    for block in blocks(tensor):
+        shard[block.shard] = read(block.whole)
+    return like(shard, tensor)

@@ -97,7 +97,7 @@ def test_responses_fill_every_field_that_is_declared_to_be_read_from_them():
     prompt = Prompt("u", [1, 2], "p", media=("image:0", ))
     first = Episode.of(prompt, 3, 0, Segment([5], [-0.5], version=7), "stop")
     second = Episode.of(prompt, 3, 1, Segment([5], [-0.25], version=7), "abort")
-    second.add(Segment([6], [-0.25], version=8), "length")
+    second.add([Segment([6], [-0.25], version=8)], "length")
     second.extra |= {"calls": 2, "delay": [0.5]}
     exp = Batch.of([first, second])
     assert exp.keys == [(3, 0), (3, 1)] and exp.cu_seqlens.tolist() == [0, 3, 7] and exp.prompt_lens == [2, 2]
@@ -133,11 +133,11 @@ def test_an_episode_has_a_segment_per_source_and_lists_per_token():
     episode = Episode.of(Prompt("u", [1, 2], "p"), 4, 1, Segment([3, 4], [-0.1, -0.2], version=7), "stop")
     episode.give([8, 9])
     assert episode.open
-    episode.add(Segment([5], [-0.3], version=7), "abort")
-    episode.add(Segment([], [], version=7), "abort")
-    episode.add(Segment([6], [-0.4], version=7), "abort")
+    episode.add([Segment([5], [-0.3], version=7)], "abort")
+    episode.add([Segment([], [], version=7)], "abort")
+    episode.add([Segment([6], [-0.4], version=7)], "abort")
     assert episode.open and [each.token_ids for each in episode.segments] == [[3, 4], [8, 9], [5, 6]]
-    episode.add(Segment([7], [-0.5], version=8), "length")
+    episode.add([Segment([7], [-0.5], version=8)], "length")
     assert episode.token_ids == [1, 2, 3, 4, 8, 9, 5, 6, 7] and episode.response_ids == episode.token_ids[2:]
     assert episode.loss_mask == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 3
     assert episode.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3, -0.4, -0.5]
@@ -151,7 +151,7 @@ def test_an_episode_has_a_segment_per_source_and_lists_per_token():
 def test_an_answer_at_the_start_of_a_resumed_turn_is_given():
     episode = Episode.of(Prompt("u", [1], "p"), 0, 0, Segment([2], [-1.0], version=3), "abort")
     episode.give([3])
-    episode.add(Segment([4], [-2.0], version=3), "stop")
+    episode.add([Segment([4], [-2.0], version=3)], "stop")
     assert [(each.token_ids, each.drawn) for each in episode.segments] == [([2], True), ([3], False), ([4], True)]
 
 

@@ -24,7 +24,7 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Iter
     with player.playing([episode], max_new_tokens) as ask:
         yield from _opened(episode)
         while episode.finish_reason == "abort" and episode.response_len + len(drawn) <= max_new_tokens:
-            episode.add(Segment(drawn, [0.0] * len(drawn), True, 0), "stop")
+            episode.add([Segment(drawn, [0.0] * len(drawn), True, 0)], "stop")
             following = result_of(ask([episode])[0])
             yield _line(episode, text)
             if not following or len(following) >= max_new_tokens - episode.response_len:

@@ -29,7 +29,7 @@ from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import decode, group_seeds, respond, reward_input, sampling_params
 from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards
 from lightrft.trainer.shards import BatchRanks, Shards
-from lightrft.types import Batch, by_group, Episode, Key, MediaSource, Prompt
+from lightrft.types import Batch, by_group, Episode, MediaSource, Prompt, unfinished
 from lightrft.utils.lightrft_names import answers_names
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
@@ -128,20 +128,20 @@ class GenerationRun:
     def __init__(self, maker: "FastExperienceMaker", episodes: list[Episode], quota: Quota) -> None:
         self.maker, self.quota, self.episodes, self.groups = maker, quota, episodes, by_group(episodes)
         self.each = maker.reports_each([group[0].prompt for group in self.groups.values()])
-        self.reported: set[Key] = set()
+        self.reported: set[int] = set()  # identities of episodes
         self.bar = phase(min(quota.groups, len(self.groups)), "rollout", "prompt")
 
     def run(self) -> list[Episode]:
         """Generate; return the reported episodes."""
         maker = self.maker
-        opened = [] if self.quota.met else [episode for episode in self.episodes if episode.open]
+        opened = [] if self.quota.met else unfinished(self.episodes)
         with turns_of(maker.environment, maker.tokenizer, opened, maker.sampling.max_new_tokens) as (turns, hears_cuts):
             generate(maker.engine, opened, maker.sampling, turns, self._heard if maker.overlaps else None, hears_cuts)
         for number, group in self.groups.items():  # nothing is overlapped, or they finished while the engine stopped
-            if not any(episode.open for episode in group) and number not in self.quota.finished:
+            if number not in self.quota.finished and not unfinished(group):
                 self._complete(number)
         self.bar.close()
-        return [episode for episode in self.episodes if episode.key in self.reported]
+        return [episode for episode in self.episodes if id(episode) in self.reported]
 
     def _heard(self, finished: Round) -> bool:
         if self.each:
@@ -154,7 +154,7 @@ class GenerationRun:
         """Report the remaining episodes of a finished group, and the group."""
         self.bar.update(1)
         self.quota.finished.add(number)
-        if rest := [each for each in self.groups[number] if each.score is None and each.key not in self.reported]:
+        if rest := [each for each in self.groups[number] if each.score is None and id(each) not in self.reported]:
             self._report(rest)
         for listener in self.maker.listeners:
             listener.finished(number)
@@ -162,7 +162,7 @@ class GenerationRun:
     def _report(self, finished: list[Episode]) -> None:
         """Decode finished episodes and report them."""
         decode(self.maker.tokenizer, finished, self.maker.sampling.stop_token_ids)
-        self.reported |= {episode.key for episode in finished}
+        self.reported |= {*map(id, finished)}
         for listener in self.maker.listeners:
             listener.arrived(finished)
 

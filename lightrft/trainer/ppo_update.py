@@ -27,7 +27,7 @@ from lightrft.trainer.checks.first_step import add_gaps, FIRST_KL, FIRST_RATIO, 
 from lightrft.trainer.samples import sample_seed
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.trainer.checks.gradient_invariance import SelfTest
-from lightrft.types import Experience, RolloutBatch
+from lightrft.types import Experience
 from lightrft.utils.timer import Timer
 
 Coefs = tuple[float, float | None]  # coefficients of the KL and the entropy bonus
@@ -276,7 +276,7 @@ class TokenSelection:
         tokens = held.tokens_of(slots)
         index, share = torch.tensor(own, dtype=torch.long), self.strategy.mesh.data
         ranks = BatchRanks(self.strategy, index, shards.size, share)
-        batch = RolloutBatch(**vars(held.select(slots)), ranks=ranks)
+        batch = replace(held.select(slots), ranks=ranks)
         held.selected = torch.zeros(held.num_tokens, dtype=torch.bool)
         held.selected[tokens] = self.selects(logprobs[tokens], batch, self.config.algorithm, seed)
 

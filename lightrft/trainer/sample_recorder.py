@@ -43,8 +43,8 @@ class Response:
         """Take the numbers of the sequences of ``batch``, which are those of ``episodes``."""
         bounds, advantages = pairwise(batch.cu_seqlens.tolist()), batch.advantages.tolist()
         entropies = [] if batch.entropies is None else batch.entropies.tolist()
-        return [cls(episode, *(values[begin + episode.prompt_len:end] for values in (advantages, entropies)))
-                for episode, (begin, end) in zip(episodes, bounds, strict=True)]  # yapf: disable
+        spans = [slice(begin + prompt, end) for prompt, (begin, end) in zip(batch.prompt_lens or (), bounds)]
+        return [cls(episode, advantages[span], entropies[span]) for episode, span in zip(episodes, spans, strict=True)]
 
     def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
         """Return the record of the response, with at most ``limit`` tokens, half of them from its end."""

@@ -141,10 +141,11 @@ def _greedy_metrics(group_ids: Tensor, greedy: Tensor) -> dict[str, float]:
 def on_tokens(sample: Episode, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
     """Move step ends from characters of the answer, a prefill and the turns of the policy, to the tokens of the
     sequence that write the last one."""
-    moved, ids = Steps(), sample.token_ids
-    turns = [(start, stop) for drawn, start, stop in sample.runs if drawn]
-    begins = _begins(sample)
-    for end, reward in steps if turns else ():
+    turns = [(start, stop) for drawn, start, stop in sample.runs if drawn] if steps else []
+    if not turns:
+        return []
+    moved, ids, begins = Steps(), sample.token_ids, _begins(sample)
+    for end, reward in steps:
         number = max(bisect_left(begins, end) - 1, 0)
         start, stop = turns[number]
         moved.append((start - 1 + _tokens_of(ids[:stop], start, end - begins[number], tokenizer), reward))

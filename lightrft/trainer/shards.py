@@ -13,7 +13,7 @@ from lightrft.ops.segment import response_lengths, segment_mean, segment_sum, Ra
 from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.mesh import Share
 from lightrft.trainer.batch_plan import select_micro_batch, SharedWork
-from lightrft.types import Batch, NUMBERS, RolloutBatch
+from lightrft.types import Batch, NUMBERS
 
 Samples = list[list[int]]  # indices in the batch of the sequences of each rank
 
@@ -178,15 +178,14 @@ class Shards:
         positions = self._slots_of(gathered)
         return gathered.select([positions[number] for number in numbers])
 
-    def batch(self) -> RolloutBatch:
+    def batch(self) -> Batch:
         """Return the batch as advantages read it: tokens of this rank, samples of all; rewards are set later."""
         tokens = {name: vars(self.exp)[name] for name in self.exp.declared() if name not in ("rewards", "scored")}
         samples = {name: column for name, column in self.samples.items() if name in tokens}
         extra = {name: self.samples.get(("extra", name), value) for name, value in self.exp.extra.items()}
-        return RolloutBatch(**tokens | samples | {"sample_ids": torch.arange(self.size)}, extra=extra,
-                            ranks=self.ranks)  # yapf: disable
+        return Batch(**tokens | samples | {"sample_ids": torch.arange(self.size)}, extra=extra, ranks=self.ranks)
 
-    def update(self, batch: RolloutBatch) -> None:
+    def update(self, batch: Batch) -> None:
         """Take over the fields of :meth:`batch`, with the samples of this rank only."""
         self.exp = self.held = batch.local()
         self._slots = self._slots_of(self.exp)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
 from lightrft.types.episodes import Episode
-from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS
-from lightrft.utils.tensors import upload
+from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_columns
+from lightrft.utils.tensors import uploads
 
 NAN = math.nan
 
@@ -36,6 +36,10 @@ class Batch:
     chosen, so nothing is ever shifted; both are 0 where undefined. Masks are bool, True = keep. A field is a tensor of
     the declared axis and type, or None where the run does not have it. ``extra`` holds the numbers that are declared by
     :func:`lightrft.types.fields.number`, by name.
+
+    ``ranks`` are those that hold the sequences of the batch. By default all are here. In the rollout batch as
+    advantages and token selections read it, [T] fields and ``cu_seqlens`` describe the sequences of this rank, and [B]
+    fields the samples of all ranks.
     """
     token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, packed=True)})
     cu_seqlens: Tensor = field(metadata={"declared": Field("cu", torch.int32)})  # [B + 1], starts with 0, ends with T
@@ -74,7 +78,7 @@ class Batch:
     media: list[tuple[str, ...]] | None = _declare("list", packed=True)  # keys
     prompt_lens: list[int] | None = _declare("list", packed=True)  # later media tokens are text
     extra: dict[str, Tensor] = field(default_factory=dict)
-    ranks: ClassVar[Ranks] = HERE  # all sequences of the batch are here
+    ranks: Ranks = HERE
     before: ClassVar[list[int] | None] = None  # no sequence continues another
 
     def __post_init__(self) -> None:
@@ -90,12 +94,10 @@ class Batch:
     def of(cls, responses: Sequence[Episode]) -> "Batch":
         """Pack responses on the CPU, with the fields and the numbers that they have."""
         rows = [response.columns() for response in responses]
-        values = {name: declared.pack([row[name] for row in rows]) for name, declared in cls.declared().items()
-                  if declared.packed}  # yapf: disable
         lens = [len(row["token_ids"]) for row in rows]
         check_declared(name for response in responses for name in response.extra)
         extra = {name: NUMBERS.get(name).pack_numbers(name, responses, lens) for name in NUMBERS}
-        return cls(cu_seqlens=_boundaries(lens), extra=extra, **values)
+        return cls(cu_seqlens=_boundaries(lens), extra=extra, **pack_columns(cls.declared(), rows))
 
     @classmethod
     def pack(cls, token_ids: Iterable[list[int]], loss_mask: Iterable[list[bool]] | None = None,
@@ -176,9 +178,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch with its tensors on ``device`` (media stay keys), and what the host knows of it."""
-        moved = self._map(lambda declared, value: value if declared.axis == "list" else upload(value, device))
-        vars(moved).update(lens=self.lens, actions=upload(self.actions, device), _host=self.host)
-        return moved
+        tensors = {name: vars(self)[name] for name in self.declared() if isinstance(vars(self)[name], Tensor)}
+        moved: dict[str, Any] = uploads(tensors | {"actions": self.actions}, device)
+        actions = moved.pop("actions")
+        batch = replace(self, **moved, extra=uploads(self.extra, device))
+        vars(batch).update(lens=self.lens, actions=actions, _host=self.host)
+        return batch
 
     def tokens_of(self, indices: list[int]) -> Tensor:
         """Return the positions in [T] of the tokens of the sequences ``indices``, in that order."""
@@ -225,19 +230,10 @@ class Batch:
         """Return the number of values of a field: B or T."""
         return self.num_tokens if declared.axis == "T" else self.num_seqs
 
-
-@dataclass
-class RolloutBatch(Batch):
-    """Rollout batch of all ranks, as advantages and token selections read it.
-
-    Its [T] fields and ``cu_seqlens`` describe the sequences of this rank, its [B] fields the samples of all ranks.
-    """
-    ranks: Ranks = HERE  # type: ignore[misc]
-
-    def local(self) -> Batch:
+    def local(self) -> "Batch":
         """Return the sequences of this rank, with their own samples only."""
         local = self._map(lambda declared, value: self.ranks.own(value) if declared.axis == "B" else value)
-        return Batch(**{f.name: vars(local)[f.name] for f in fields(Batch)})
+        return replace(local, ranks=HERE)
 
 
 def _boundaries(lens: Iterable[int]) -> Tensor:

@@ -76,7 +76,7 @@ class Episode:
     def of(cls, prompt: Prompt, group_id: int, index: int, drawn: Segment, finish_reason: str) -> "Episode":
         """Make an episode of drawn tokens."""
         episode = cls(prompt, group_id, index)
-        episode.add(drawn, finish_reason)
+        episode.add([drawn], finish_reason)
         return episode
 
     @classmethod
@@ -113,10 +113,12 @@ class Episode:
         """Name of the episode among all of an engine."""
         return Key(self.role, self.group_id, self.index)
 
-    def add(self, drawn: Segment, finish_reason: str) -> None:
-        """Append tokens that the policy drew."""
-        drawn.extend(self.segments)
+    def add(self, drawn: Iterable[Segment], finish_reason: str) -> int:
+        """Append tokens that the policy drew; return how many tokens the response has now."""
+        for segment in drawn:
+            segment.extend(self.segments)
         self.finish_reason = finish_reason
+        return self.response_len
 
     def give(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not draw, after which the response goes on."""
@@ -219,6 +221,11 @@ class Episode:
 def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:
     """Return the neighbours of one role and group, which share their prompt."""
     return [[*group] for _, group in groupby(episodes, attrgetter("role", "group_id"))]
+
+
+def unfinished(episodes: Iterable[Episode]) -> list[Episode]:
+    """Return the episodes whose response is unfinished."""
+    return [episode for episode in episodes if episode.open]
 
 
 def by_group(episodes: Iterable[Episode]) -> dict[int, list[Episode]]:

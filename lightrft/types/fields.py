@@ -1,6 +1,6 @@
 """Declarations of the fields of a batch: what a number belongs to, and how it is read from responses."""
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -95,6 +95,11 @@ class Field:
         if self.missing is None:
             raise ValueError("no value is declared for a missing one")
         return torch.full(shape, self.missing, dtype=self.dtype)
+
+
+def pack_columns(declared: Mapping[str, Field], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the values of sequences, of the fields that a response has, by name."""
+    return {name: field.pack([row[name] for row in rows]) for name, field in declared.items() if field.packed}
 
 
 NUMBERS: Registry[Field] = Registry("number of a response")

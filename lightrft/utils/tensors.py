@@ -1,6 +1,6 @@
 """Tensors: copies from the host that do not wait for a GPU, runs up to a size, replacement in a module, modules that
 stay in float32."""
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,11 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def uploads(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """:func:`upload` of each tensor, by name."""
+    return {name: upload(tensor, device) for name, tensor in tensors.items()}
 
 
 Item = TypeVar("Item")

@@ -54,19 +54,14 @@ class Store(Protocol):
         """Add to a counter and return it."""
 
 
-class _Progress:
-    """Calls of :func:`tick` so far."""
+class Progress:
+    """Progress of this process: ``ticks`` counts the calls of :func:`tick`."""
     ticks: int = 0
 
 
 def tick() -> None:
     """Report progress within a phase, such as one more token of every sequence; cheap enough for any loop."""
-    _Progress.ticks += 1
-
-
-def ticks() -> int:
-    """Return the number of calls of :func:`tick` so far."""
-    return _Progress.ticks
+    Progress.ticks += 1
 
 
 def connect_store(world: World) -> Store | None:
@@ -249,7 +244,7 @@ class Watchdog:
 
     def _stuck(self) -> float:
         """Return the seconds since the phase of this rank changed, or it ticked."""
-        progress = self.phase(), _Progress.ticks
+        progress = self.phase(), Progress.ticks
         if progress != self._progress:
             self._progress, self._since = progress, self._clock()
         return self._clock() - self._since

@@ -151,7 +151,7 @@ def played(player, episodes, text="a"):
     drawn = player.tokenizer.encode(text, add_special_tokens=False) + [player.tokenizer.eos_token_id]
     with player.playing(episodes, 240) as ask:
         for episode in episodes:
-            episode.add(Segment(drawn, [0.0] * len(drawn), version=0), "stop")
+            episode.add([Segment(drawn, [0.0] * len(drawn), version=0)], "stop")
         for episode, turn in zip(episodes, ask(episodes), strict=True):
             episode.give(turn.result())
             episode.finish_reason = "abort"

@@ -219,7 +219,7 @@ class Generation:
                                                                    logits[self.slots.upload(rows)])]  # yapf: disable
         begun = np.array([len(response.token_ids) for response in responses])
         after = [response.prompt.length + response.prompt.shift for response in responses]
-        index, column, start = (self.slots.upload(values) for values in (slots, begun, np.array(after)))
+        index, column, start = self.slots.upload(np.stack([slots, begun, after]))
         state = torch.zeros_like(self.state[:, :len(slots)])
         state[_POSITION], state[_COLUMN], state[ALIVE] = start + column - 1, column - 1, 1
         if self.noise is not None:
@@ -308,6 +308,7 @@ class Generation:
         the slots ``rows`` [k]; return which responses ended, bool [k]."""
         if seen is not None:
             logits = penalised(logits.float(), seen, params.repetition_penalty)
+        stop, _ = self._stop(params)
         tokens, logprobs = sample(logits, noise, params)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
@@ -315,7 +316,6 @@ class Generation:
         self.tokens[where], self.logprobs[where] = tokens, logprobs
         state[_TOKEN] = tokens
         state[_POSITION:_COLUMN + 1] += state[ALIVE]
-        stop = self._stop(params)[0]
         return (stop[tokens] | (state[_COLUMN] == params.max_new_tokens - 1)) & (state[ALIVE] == 1)
 
     def _stop(self, params: SamplingParams) -> tuple[Tensor, set[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightrft.models.lora import merged_weight
-from lightrft.rollout.hf.module_calls import Inputs, ModuleCalls, Slot, Step
+from lightrft.rollout.hf.module_calls import Inputs, ModuleCalls, Step
 
 Rotation = Tensor  # [T, 1, 1, 2, 2, d / 2]: the matrix of each pair of numbers of a head
 _MODULES = {"input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -149,8 +149,8 @@ class _Trial:
 class FusedCalls(ModuleCalls):
     """The calls of a decode step, with fused ``layers``; :meth:`refresh` before the first and after every update."""
 
-    def __init__(self, steps: list[Step], layers: list[FusedLayer]) -> None:
-        super().__init__(steps)
+    def __init__(self, steps: list[Step], constants: list[Any], layers: list[FusedLayer]) -> None:
+        super().__init__(steps, constants)
         self.layers = layers
 
     @torch.no_grad()
@@ -178,17 +178,17 @@ def _fused_steps(calls: ModuleCalls) -> FusedCalls | None:
     tables = {step.kwargs["position_embeddings"] for step in layers}
     if len(tables) != 1 or not all(FusedLayer.takes(step.module) for step in layers):
         return None
-    table = tables.pop()
-    if type(table) is not Slot or table < len(Inputs):
+    index = tables.pop() - len(Inputs) - len(calls.constants)  # of the call that made the tables
+    if index < 0:
         return None
     layer_of = {id(step.module): FusedLayer(step.module) for step in layers}
-    rotary = calls.steps[table - len(Inputs)].module
+    rotary = calls.steps[index].module
     made: dict[int, Any] = {id(rotary): FusedRotary(rotary), **layer_of}
     for step in calls.steps:
         if type(step.module).__name__.endswith("RMSNorm"):
             made[id(step.module)] = FusedNorm(step.module)
     steps = [step._replace(module=made.get(id(step.module), step.module)) for step in calls.steps]
-    return FusedCalls(steps, list(layer_of.values()))
+    return FusedCalls(steps, calls.constants, list(layer_of.values()))
 
 
 @torch.no_grad()

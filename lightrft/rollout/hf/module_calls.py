@@ -18,10 +18,6 @@ Inputs = ("input_ids", "position_ids", "view")  # of the pass; the outputs of it
 _CONSTANTS = (type(None), bool, str)  # a number may depend on the number of tokens
 
 
-class Slot(int):
-    """Index of an argument among the inputs of the pass and the outputs of earlier calls."""
-
-
 class _Call(NamedTuple):
     """A call that was recorded, with its arguments."""
     module: nn.Module
@@ -31,11 +27,12 @@ class _Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call to repeat; ``spent`` are the slots that no later one reads."""
+    """A call to repeat. Its arguments are *slots*: indices among the inputs of the pass, the constants, and the outputs
+    of earlier calls. ``spent`` are those that no later call reads."""
     module: nn.Module
-    args: list[Any]
-    kwargs: dict[str, Any]
-    spent: list[Slot]
+    args: list[int]
+    kwargs: dict[str, int]
+    spent: list[int]
 
 
 class _Unknown(Exception):
@@ -56,37 +53,33 @@ class ModuleCalls:
     """Repeats the calls that a pass made to the layers of the decoder, its embedding, norm and rotary tables, and to
     the head; an argument is an input of the pass, the output of an earlier call, or a constant."""
 
-    def __init__(self, steps: list[Step]) -> None:
-        self.steps = steps
+    def __init__(self, steps: list[Step], constants: list[Any]) -> None:
+        self.steps, self.constants = steps, constants
 
     def __call__(self, *inputs: Any) -> Tensor:
         """Return the logits [T, V]; inputs as in :data:`Forward`."""
-        values = list(inputs)
+        values = [*inputs, *self.constants]
+        read = values.__getitem__
         for module, args, kwargs, spent in self.steps:
-            values.append(
-                module(*[_filled(value, values) for value in args],
-                       **{name: _filled(value, values) for name, value in kwargs.items()}))
+            values.append(module(*map(read, args), **dict(zip(kwargs, map(read, kwargs.values())))))
             for slot in spent:
                 values[slot] = None
         return values[-1][0]
 
 
-def _filled(value: Any, values: list[Any]) -> Any:
-    return values[value] if type(value) is Slot else value
-
-
-def _slot(value: Any, values: list[Any]) -> Any:
-    """Return the index of ``value`` among ``values``, or the constant that it is."""
-    if type(value) in _CONSTANTS:
-        return value
+def _slot(value: Any, values: list[Any]) -> int:
+    """Return the index of ``value`` among ``values``."""
     for index, known in enumerate(values):
-        if known is value or isinstance(known, Tensor) and isinstance(value, Tensor) and _view(known) == _view(value):
-            return Slot(index)
+        if known is value or _identity(known) is not None and _identity(known) == _identity(value):
+            return index
     raise _Unknown
 
 
-def _view(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def _identity(value: Any) -> tuple[Any, ...] | None:
+    """Return what two arguments have in common that are the same one; None: only an object itself is the same."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    return (type(value), value) if type(value) in _CONSTANTS else None
 
 
 def _recorded(body: nn.Module, head: nn.Module, forward: Forward, inputs: tuple[Tensor, Tensor, Any]) -> list[_Call]:
@@ -108,15 +101,17 @@ def _linked(calls: list[_Call], inputs: tuple[Tensor, Tensor, Any]) -> ModuleCal
     Raises:
         _Unknown: the pass computes an argument between two calls.
     """
-    values, steps = list(inputs), list[Step]()
+    constants = [*dict.fromkeys(value for call in calls for value in (*call.args, *call.kwargs.values())
+                                if type(value) in _CONSTANTS)]  # yapf: disable
+    values, steps = [*inputs, *constants], list[Step]()
     for module, args, kwargs, output in calls:
         slots = {name: _slot(value, values) for name, value in kwargs.items()}
         steps.append(Step(module, [_slot(value, values) for value in args], slots, []))
         values.append(output)
-    last = {value: step for step in steps for value in (*step.args, *step.kwargs.values()) if type(value) is Slot}
+    last = {slot: step for step in steps for slot in (*step.args, *step.kwargs.values())}
     for slot, step in last.items():
         step.spent.append(slot)
-    return ModuleCalls(steps)
+    return ModuleCalls(steps, constants)
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ class Slots:
         self._move_rows(*_gaps(self.alive[:self.live]))
         self.live, self.moved = int(self.alive.sum()), True
         source, target = _gaps(np.array([tenant is not None for tenant in self.tenants]))
-        self.cache.prompts.move(self.upload(source), self.upload(target))
+        self.cache.prompts.move(*self.upload(np.stack([source, target])))
         for old, new in zip(source.tolist(), target.tolist()):
             self.tenants[new], self.tenants[old] = (tenant := self.tenants[old]), None
             if tenant is not None:
@@ -124,7 +124,7 @@ class Slots:
         parked, space = self.taken[target], self.space
         freed = source[~parked]
         old, new = np.concatenate([source, target[parked]]), np.concatenate([target, source[parked]])
-        moved, to = self.upload(old), self.upload(new)
+        moved, to = self.upload(np.stack([old, new]))
         self.cache.rows.move(moved, to, self.count.max())
         space.state[:, to] = space.state[:, moved]
         space.state[:, self.upload(freed)] = space.free  # sizes that are rounded up reach them

@@ -169,20 +169,20 @@ class Silent(HFEngine):
 def test_an_engine_that_draws_nothing_is_no_endless_wait(monkeypatch):
     """On a single process nobody else would notice; on several the watchdog hears of progress alone."""
     monkeypatch.setattr(scheduler, "_IDLE_ROUNDS", 10)
-    silent, before = Silent(engine().model, []), watchdog.ticks()
+    silent, before = Silent(engine().model, []), watchdog.Progress.ticks
     with pytest.raises(RuntimeError, match=r"Silent has ended none of 18 responses in \d+ rounds"):
         generate(silent, episodes(), PARAMS)
-    assert watchdog.ticks() == before and not silent._queue.open
+    assert watchdog.Progress.ticks == before and not silent._queue.open
 
 
 def test_a_turn_that_takes_long_is_no_silence(monkeypatch):
     """Neither is a response of many tokens: a round of the HF engine says that it draws."""
     monkeypatch.setattr(scheduler, "_IDLE_ROUNDS", 1)
-    shared, slow, polls, before = engine(), Future(), [], watchdog.ticks()
+    shared, slow, polls, before = engine(), Future(), [], watchdog.Progress.ticks
     monkeypatch.setattr(slow, "done", lambda: polls.append(1) or len(polls) > 300)
     slow.set_result(None)
     generate(shared, asked := episodes(groups=1)[:1], PARAMS, lambda stopped: [slow])
-    assert len(polls) > 300 and not asked[0].open and watchdog.ticks() - before > 300
+    assert len(polls) > 300 and not asked[0].open and watchdog.Progress.ticks - before > 300
 
 
 def test_an_engine_that_does_not_wait_is_named(monkeypatch):

@@ -172,11 +172,11 @@ def test_a_copy_of_the_head_in_the_folder_of_a_tied_model(wide):
 
 def test_more_than_128_sequences_run_at_once(wide):
     scheduler, running = wide.ready().vllm.native.engine_core.engine_core.scheduler, []
-    step, before = wide.vllm.native.step, watchdog._Progress.ticks
+    step, before = wide.vllm.native.step, watchdog.Progress.ticks
     wide.vllm.native.step = lambda: (step(), running.append(len(scheduler.running)))[0]
     generate(wide.vllm, [Group(list(range(5, 12)), list(range(200)))], SamplingParams(4))
     del wide.vllm.native.step
-    assert watchdog._Progress.ticks - before >= len(running) >= 4, "the watchdog sees no progress"
+    assert watchdog.Progress.ticks - before >= len(running) >= 4, "the watchdog sees no progress"
     assert max(running) > 190 and scheduler.max_num_running_reqs == 256
 
 

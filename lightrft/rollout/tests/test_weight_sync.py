@@ -55,9 +55,9 @@ def test_the_budget_option_reaches_the_engine(folder):
 def test_the_sequences_at_once_reach_the_engine(folder):
     strategy, prepared = prepare(folder)
     many, few = engine_of(folder, strategy, prepared), engine_of(folder, strategy, prepared, engine_max_seqs=3)
-    before = watchdog._Progress.ticks
+    before = watchdog.Progress.ticks
     responses = [generate(engine, ranks.REQUESTS, ranks.PARAMS) for engine in (many, few)]
-    assert watchdog._Progress.ticks - before > ranks.PARAMS.max_new_tokens, "the watchdog sees no progress"
+    assert watchdog.Progress.ticks - before > ranks.PARAMS.max_new_tokens, "the watchdog sees no progress"
     assert few._cache.plan.slots == 3 < many._cache.plan.slots
     assert ranks.equal(*map(ranks.flat, responses)), "responses wait for each other, and are the same"
 

@@ -122,7 +122,7 @@ def test_a_response_under_way_tells_the_environment_all_its_turns(home, tmp_path
     made.sync_weights(0)
     response, *_ = made.maker.open(0, made.loader.dataset[0], "draw")
     begun = made.tokenizer.encode("b" + ANSWER)
-    response.add(Segment(begun[:1], [-1.0], version=0), "abort")
+    response.add([Segment(begun[:1], [-1.0], version=0)], "abort")
     response.give(begun[1:])
     made.prepared["actor"].model.eval()
     made.maker.advance([response], 1, set())

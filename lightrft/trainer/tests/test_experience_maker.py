@@ -170,7 +170,7 @@ def test_a_response_of_two_turns_has_two_runs_in_the_mask():
     prompt = Prompt("u", [5, 6], "ab")
     episode = Episode.of(prompt, 0, 0, Segment([7, 8], [-0.1, -0.2], version=3), "stop")
     episode.give([20, 21])
-    episode.add(Segment([9], [-0.3], version=3), "length")
+    episode.add([Segment([9], [-0.3], version=3)], "length")
     exp = Batch.of([episode])
     assert exp.loss_mask.tolist() == [False, False, True, True, False, False, True]
     assert exp.weight_versions.tolist() == [-1, -1, 3, 3, -1, -1, 3] and torch.equal(exp.drawn, exp.loss_mask)

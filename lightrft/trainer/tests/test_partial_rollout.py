@@ -111,18 +111,18 @@ def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
     """Cut off in the second of three turns; by a checkpoint in between too."""
     group = Episode.group(Prompt("u", [5, 6], "ab"), 0, [9])
     response, = group
-    response.add(Segment([7], [-0.1], version=3), "stop")
+    response.add([Segment([7], [-0.1], version=3)], "stop")
     response.give([20])
-    response.add(Segment([8], [-0.2], version=3), "abort")
+    response.add([Segment([8], [-0.2], version=3)], "abort")
     state = json.loads(json.dumps(group_state(group)))
     earlier = state | {"responses": [{"token_ids": [7, 20, 8], "logprobs": [-0.1, 0.0, -0.2], "finish_reason": "abort",
                                       "appended": [[1, 2]], "weight_versions": [3, -1, 3]}]}  # yapf: disable
     begun, (response, ) = response, load_group(state)
     assert load_group(earlier) == [replace(response, seed=0)], "a checkpoint of an earlier version"
     assert response.segments == begun.segments and response.seed == 9
-    response.add(Segment([9], [-0.3], version=4), "stop")
+    response.add([Segment([9], [-0.3], version=4)], "stop")
     response.give([21, 22])
-    response.add(Segment([4], [-0.4], version=4), "stop")
+    response.add([Segment([4], [-0.4], version=4)], "stop")
     sample = response
     assert sample.token_ids == [5, 6, 7, 20, 8, 9, 21, 22, 4]
     assert sample.loss_mask == [False, False, True, False, True, True, False, False, True]

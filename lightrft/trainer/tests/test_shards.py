@@ -272,8 +272,8 @@ def unfinished(number):
     """A group of two responses, of which the second has begun."""
     group = Episode.group(Prompt(f"{number}", [1, 2], "p"), number, group_seeds(Config(), "draw", number)[:SIZE])
     finished, begun = group
-    finished.add(Segment([number + 10, 3], [-1.0, -2.0], version=4), "stop")
-    begun.add(Segment([7], [-3.0], version=4), "abort")
+    finished.add([Segment([number + 10, 3], [-1.0, -2.0], version=4)], "stop")
+    begun.add([Segment([7], [-3.0], version=4)], "abort")
     return group
 
 
