@@ -1,38 +1,34 @@
-"""Prompts with pictures, videos and sounds: which media a record has, and the tokens that stand for them."""
+"""Prompts with pictures, videos and sounds: which media a row has, and the tokens that stand for them."""
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import KINDS, MediaError
 from lightrft.datasets.media_rows import find_media, media_columns
-from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import DataError, Rows
 from lightrft.datasets.waveform import EXCESS_S
 from lightrft.utils.logging import get_logger
 from lightrft.utils.progress import phase
+from lightrft.utils.prompt import Message, Prompt
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from lightrft.datasets.media_store import MediaStore
 
 Paired = tuple[list[Message], tuple[str, ...]]
-AHEAD = 64  # records whose media are processed in the background while others are tokenized
+AHEAD = 64  # rows whose media are processed in the background while others are tokenized
 
 
-def with_media(rows: Rows, records: list[Record], cfg: DataConfig,
-               store: "MediaStore | None") -> tuple[Rows, list[Record]]:
-    """Pair the records of one entry with their media, which the store then knows; see :func:`pair_media`."""
-    chats = [[{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
-             for record in records]  # yapf: disable
-    found, columns = pair_media(rows, chats, cfg, store), media_columns(cfg)
+def with_media(rows: Rows, prompts: list[Prompt], cfg: DataConfig,
+               store: "MediaStore | None") -> tuple[Rows, list[Prompt]]:
+    """Pair the prompts of one entry with their media, which the store then knows; see :func:`pair_media`."""
+    paired, columns = pair_media(rows, [prompt.chat for prompt in prompts], cfg, store), media_columns(cfg)
 
-    def paired(record: Record, messages: list[Message], media: tuple[str, ...]) -> Record:
-        rest = {name: value for name, value in record.columns.items() if name not in columns}
-        return replace(record, prompt=messages, media=media, columns=rest) if media else record
+    def with_keys(prompt: Prompt, messages: list[Message], media: tuple[str, ...]) -> Prompt:
+        rest = {name: value for name, value in prompt.columns.items() if name not in columns}
+        return replace(prompt, text="", messages=messages, media=media, columns=rest) if media else prompt
 
-    return rows.pick(found), [paired(records[i], *chat) for i, chat in found.items()]
+    return rows.pick(paired), [with_keys(prompts[i], *chat) for i, chat in paired.items()]
 
 
 def pair_media(rows: Rows, chats: list[list[Message]], cfg: DataConfig, store: "MediaStore | None",
@@ -116,18 +112,17 @@ def _check_options(cfg: DataConfig, store: "MediaStore") -> None:
                             "Remove it, and write it in the rows that have a medium")
 
 
-def with_tokens(records: list[Record], rendered: list[tuple[str, list[int]]],
-                store: "MediaStore | None") -> list[Record]:
-    """Add the text and the tokens of their prompts to records; every medium gets as many tokens as it has features.
+def with_tokens(prompts: list[Prompt], rendered: list[tuple[str, list[int]]],
+                store: "MediaStore | None") -> list[Prompt]:
+    """Set the whole text and the tokens of prompts; every medium gets as many tokens as it has features.
 
     Args:
-        rendered: text and tokens of each record, with one placeholder per medium.
+        rendered: text and tokens of each prompt, with one placeholder per medium.
     """
 
-    def encoded(record: Record, text: str, ids: list[int]) -> Record:
-        if store is None or not record.media:
-            return replace(record, text=text, token_ids=np.asarray(ids, dtype=np.int32))
-        expanded = np.asarray(store.encode(text, record.media), dtype=np.int32)
-        return replace(record, text=text, token_ids=expanded, unexpanded_ids=ids)
+    def encoded(prompt: Prompt, text: str, ids: list[int]) -> Prompt:
+        if store is None or not prompt.media:
+            return replace(prompt, text=text, token_ids=ids)
+        return replace(prompt, text=text, token_ids=store.encode(text, prompt.media), unexpanded_ids=ids)
 
-    return [encoded(record, *each) for record, each in zip(records, rendered, strict=True)]
+    return [encoded(prompt, *each) for prompt, each in zip(prompts, rendered, strict=True)]

@@ -4,23 +4,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from lightrft.config.options import finite
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.columns import report_columns
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
 from lightrft.datasets.media_prompts import with_media, with_tokens
-from lightrft.datasets.records import first_value, missing, no_reference, Record, to_records
+from lightrft.datasets.records import first_value, missing, no_reference, to_prompts
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.pair_sources import load_entry
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.suites import load_suite
 from lightrft.utils.logging import get_logger, warn_of_all
+from lightrft.utils.prompt import Message, Prompt
 
 if TYPE_CHECKING:  # a mistake in a row is found without torch
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from lightrft.datasets.media_store import MediaStore
-    from lightrft.types import Prompt
 
 Found = TypeVar("Found")
 
@@ -91,8 +93,8 @@ def fitting(rows: Rows, lengths: list[int], max_len: int, policy: str, option: s
     return kept
 
 
-class PromptsDataset(MixedDataset["Prompt"]):
-    """Prompts of one split, rendered and tokenized at construction; ``Prompt`` objects are made on access.
+class PromptsDataset(MixedDataset[Prompt]):
+    """Prompts of one split, rendered and tokenized at construction.
 
     A prompt's ``uid`` is ``<entry>:<id column>`` or ``<entry>:<row>``: the same in every run over the same files. The
     entry of a suite is its name.
@@ -122,71 +124,74 @@ class PromptsDataset(MixedDataset["Prompt"]):
         if tools:  # the renderer has checked those of the option
             kwargs = cfg.chat_template_kwargs | {"tools": [*tools]}
             self._renderer.cfg = replace(cfg, chat_template_kwargs=kwargs)
-        self._records: list[Record] = []
-        self._uids: list[str] = []
+        self._prompts: list[Prompt] = []  # without their tokens
+        self._token_ids: list[np.ndarray] = []  # a tenth of the memory of lists
         self.sizes, self.dropped = [], 0
         for entry, rows in enumerate(parts):
-            self._add(str(entry), rows, to_records(rows, cfg), cfg.overlong_prompt, prompt_max_len)
+            self._add(str(entry), rows, to_prompts(rows, cfg), cfg.overlong_prompt, prompt_max_len)
             report_columns(rows, self._read, "leaves to the rewards" if scored else "leaves alone")
         for suite in cfg.eval_suite if split == "eval" else ():
-            rows, records = load_suite(suite, bool(tokenizer.chat_template), cfg.input_template is None)
-            self._add(records[0].data_source, rows, records, "error", prompt_max_len)  # a suite is whole
+            rows, prompts = load_suite(suite, bool(tokenizer.chat_template), cfg.input_template is None)
+            self._add(prompts[0].data_source, rows, prompts, "error", prompt_max_len)  # a suite is whole
         if media is not None:
-            media.keep(record.media for record in self._records)
+            media.keep(prompt.media for prompt in self._prompts)
         if split == "train" or not cfg.prompt_data:
             self._check_bare_text(cfg)
-        if not self._records:
+        if not self._prompts:
             raise DataError(f"all {self.dropped} prompts are longer than --prompt_max_len {prompt_max_len}. Raise it")
 
-    def _add(self, entry: str, rows: Rows, records: list[Record], overlong: str, max_len: int) -> None:
-        """Tokenize the records of one entry and keep those that fit and whose media can be used."""
+    def _add(self, entry: str, rows: Rows, prompts: list[Prompt], overlong: str, max_len: int) -> None:
+        """Tokenize the prompts of one entry and keep those that fit and whose media can be used."""
         before = len(rows)
-        rows, records = self._encoded(rows, records)
-        kept = fitting(rows, [len(record.token_ids) for record in records], max_len, overlong, "--prompt_max_len")
-        self._records += [records[i] for i in kept]
-        self._uids += [f"{entry}:{rows.number(i) if records[i].row_id is None else records[i].row_id}" for i in kept]
+        rows, prompts = self._encoded(rows, prompts)
+        kept = fitting(rows, [len(prompt.token_ids) for prompt in prompts], max_len, overlong, "--prompt_max_len")
+        self._prompts += [replace(prompts[i], uid=f"{entry}:{prompts[i].uid or rows.number(i)}", token_ids=[])
+                          for i in kept]  # yapf: disable
+        self._token_ids += [np.asarray(prompts[i].token_ids, dtype=np.int32) for i in kept]
         self.sizes.append(len(kept))
         self.dropped += before - len(kept)
-        if self._scored and records and missing(records[0].reference):
+        if self._scored and prompts and missing(prompts[0].reference):
             warn_of_all(no_reference(rows, self._renderer.cfg))
 
-    def _encoded(self, rows: Rows, records: list[Record]) -> tuple[Rows, list[Record]]:
-        """Tokenize the records whose media can be used."""
-        rows, records = with_media(rows, records, self._renderer.cfg, self._media)
-        rendered = encode_all(self._renderer, [record.prompt for record in records], self._renderer.cfg.data_workers,
-                              [record.template_kwargs for record in records])
-        return rows, with_tokens(records, rendered, self._media)
+    def _encoded(self, rows: Rows, prompts: list[Prompt]) -> tuple[Rows, list[Prompt]]:
+        """Tokenize the prompts whose media can be used."""
+        rows, prompts = with_media(rows, prompts, cfg := self._renderer.cfg, self._media)
+        if cfg.apply_chat_template:
+            prompts = [replace(prompt, text="", messages=prompt.chat) for prompt in prompts]
+        rendered = encode_all(self._renderer, [prompt.asked for prompt in prompts], cfg.data_workers,
+                              [prompt.template_kwargs for prompt in prompts])
+        return rows, with_tokens(prompts, rendered, self._media)
 
     def _read(self, rows: Rows) -> list[Any]:
         """Return what is read of rows, but for the columns that go to the rewards as they are."""
         cfg = self._renderer.cfg
-        _, records = self._encoded(rows, to_records(rows, cfg))
+        _, prompts = self._encoded(rows, to_prompts(rows, cfg))
         hard = [] if cfg.difficulty_key is None else [difficulty(row, cfg.difficulty_key, "") for row in rows.rows]
-        bare = [replace(record, prompt="", columns={}, template_kwargs=self._renderer.reads(record.template_kwargs))
-                for record in records]  # yapf: disable
+        bare = [replace(prompt, messages=[], columns={}, template_kwargs=self._renderer.reads(prompt.template_kwargs))
+                for prompt in prompts]  # yapf: disable
         return [*bare, *hard]
 
     def _check_bare_text(self, cfg: DataConfig) -> None:
         """Log once that the tokenizer has a chat template that is not used; an option for it alone is refused."""
-        any(self._renderer.messages(record.prompt) for record in self._records)  # worker processes may have rendered
+        any(self._messages(prompt) for prompt in self._prompts)  # worker processes may have rendered
         self._renderer.check_used()
-        bare = not cfg.apply_chat_template and any(isinstance(record.prompt, str) for record in self._records)
+        bare = not cfg.apply_chat_template and not all(prompt.messages for prompt in self._prompts)
         if bare and cfg.input_template is None and self._renderer.tokenizer.chat_template:
             warn_of_all("the tokenizer has a chat template, but text prompts are used as they are; a model that was "
                         "trained to chat needs --apply_chat_template")
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._prompts)
 
-    def item(self, index: int) -> "Prompt":
+    def _messages(self, prompt: Prompt) -> list[Message]:
+        """Return the chat that is rendered of the messages of a row; none of a text."""
+        return prompt.messages and self._renderer.messages(prompt.messages) or []
+
+    def item(self, index: int) -> Prompt:
         """The prompt at ``index``."""
-        from lightrft.types import Prompt  # with torch
-        record = self._records[index]
-        return Prompt(uid=self._uids[index], token_ids=record.token_ids.tolist(), text=record.text,
-                      messages=self._renderer.messages(record.prompt) or [], data_source=record.data_source,
-                      label=record.label, reference=record.reference, columns=record.columns, media=record.media,
-                      unexpanded_ids=record.unexpanded_ids,
-                      template_kwargs=self._renderer.cfg.chat_template_kwargs | record.template_kwargs)
+        prompt = self._prompts[index]
+        return replace(prompt, token_ids=self._token_ids[index].tolist(), messages=self._messages(prompt),
+                       template_kwargs=self._renderer.cfg.chat_template_kwargs | prompt.template_kwargs)
 
 
 def difficulty(row: Row, key: str, where: str) -> float:

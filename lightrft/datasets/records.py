@@ -1,51 +1,24 @@
-"""Converts rows to :class:`Record`; a row schema is recognised by its shape.
+"""Reads rows as prompts; a row schema is recognised by its shape.
 
 Known schemas: verl and LightRFT ``{data_source, prompt, reward_model, extra_info}``, TRL's prompt-only rows, ms-swift's
 ``{messages, solution}`` and ``{input, output, label}``, Alpaca's ``{instruction, input, output}``, ShareGPT's
 ``{conversations}``.
 """
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
-from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs
+from lightrft.datasets.template_kwargs import template_kwargs
 from lightrft.datasets.turns import joined_calls, normalised, SHAREGPT_ROLES
 from lightrft.utils.logging import get_logger
-
-Message = dict[str, Any]
+from lightrft.utils.prompt import Message, Prompt
 
 PROMPT_COLUMNS = ("prompt", "messages", "input")
 ANSWER_COLUMNS = ("reference", "solution", "ground_truth", "answer", "output")
 _PROMPT_OPTIONS = {"input_key": (), "reference_key": ("extra_info", "reward_model"), "label_key": ("extra_info", )}
 _BESIDE_CONTENT = ("tool_calls", "reasoning_content", "thinking")  # what an answer may have alone
 WHOLE_CHATS = ("messages", "conversations", "chosen", "rejected")  # columns of chats with their answers
-
-_NO_TOKENS = np.empty(0, dtype=np.int32)
-
-
-@dataclass
-class Record:
-    """One row in our schema. ``prompt`` is text or chat messages; ``columns`` are all other columns, for rewards;
-    ``media`` are keys of the media in the messages, in order; ``template_kwargs`` of the chat template.
-
-    Once the prompt is rendered, ``text`` and ``token_ids`` (an array) are those of the whole prompt;
-    ``unexpanded_ids`` have one placeholder per medium, and are empty without media.
-    """
-    prompt: str | list[Message]
-    reference: Any
-    label: str
-    data_source: str
-    row_id: str | None
-    columns: dict[str, Any]
-    media: tuple[str, ...] = ()
-    template_kwargs: TemplateKwargs = field(default_factory=dict)
-    text: str = ""
-    token_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS, compare=False)
-    unexpanded_ids: list[int] = field(default_factory=list)
 
 
 def text_of(content: Any) -> str:
@@ -254,7 +227,7 @@ def normalise_prompt(value: Any, where: str, column: str) -> str | list[Message]
     return messages
 
 
-def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
+def to_prompt(row: Row, cfg: DataConfig, where: str) -> Prompt:
     """Recognise one row. ``where`` names it in messages.
 
     Raises:
@@ -267,11 +240,13 @@ def to_record(row: Row, cfg: DataConfig, where: str) -> Record:
         raise DataError(f"{where}: the row has no prompt (looked in {names}; it has {', '.join(row)}). Name its column "
                         "with --input_key, or remove the row")
     row_id, asked = first_value((row, "id"), (row, "uid")), with_system(row[column], row, where)
-    prompt = normalise_prompt(asked, where, column)
-    return Record(prompt=prompt, reference=find_reference(row, cfg.reference_key), label=find_label(row, cfg.label_key),
-                  data_source=str(row.get("data_source") or ""), row_id=None if row_id is None else str(row_id),
-                  columns={key: value for key, value in row.items() if key != column},
-                  template_kwargs=template_kwargs(row, cfg.apply_chat_template or not isinstance(prompt, str), where))
+    asked = normalise_prompt(asked, where, column)
+    text, messages = (asked, []) if isinstance(asked, str) else ("", asked)
+    others = {key: value for key, value in row.items() if key != column}
+    return Prompt(uid="" if row_id is None else str(row_id), token_ids=[], text=text, messages=messages,
+                  data_source=str(row.get("data_source") or ""), label=find_label(row, cfg.label_key),
+                  reference=find_reference(row, cfg.reference_key), columns=others,
+                  template_kwargs=template_kwargs(row, cfg.apply_chat_template or not text, where))
 
 
 def check_named_columns(rows: Rows, cfg: Any, options: Iterable[str],
@@ -308,24 +283,24 @@ def _keys(row: Row, nested: tuple[str, ...]) -> list[str]:
     return [key for part in parts for key, value in part.items() if not missing(value)]
 
 
-def to_records(rows: Rows, cfg: DataConfig) -> list[Record]:
+def to_prompts(rows: Rows, cfg: DataConfig) -> list[Prompt]:
     """Recognise all rows of one spec; they must share one shape, and all or none of them carry an answer.
 
     Raises:
-        DataError: as in :func:`to_record` and :func:`check_named_columns`; also for text prompts mixed with chats, and
+        DataError: as in :func:`to_prompt` and :func:`check_named_columns`; also for text prompts mixed with chats, and
             for single rows without an answer.
     """
     check_named_columns(rows, cfg, _PROMPT_OPTIONS, _PROMPT_OPTIONS)
-    records = [to_record(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
-    _report_answers(rows, records, cfg)
-    for i, record in enumerate(records):
-        _check_same_shape(rows, records, i, record)
-    return records
+    prompts = [to_prompt(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
+    _report_answers(rows, prompts, cfg)
+    for i, prompt in enumerate(prompts):
+        _check_same_shape(rows, prompts[0], i, prompt)
+    return prompts
 
 
-def _report_answers(rows: Rows, records: list[Record], cfg: DataConfig) -> None:
+def _report_answers(rows: Rows, prompts: list[Prompt], cfg: DataConfig) -> None:
     """Log how many prompts lost the answers at their end, and how many end with one that responses continue."""
-    begun = sum(isinstance(record.prompt, list) and prefill_of(record.prompt) is not None for record in records)
+    begun = sum(prefill_of(prompt.messages) is not None for prompt in prompts)
     columns = [prompt_column(as_chat(row, cfg.input_key, ""), cfg.input_key) for row in rows.rows]
     chats = [
         as_chat(row, cfg.input_key, "")[column] for row, column in zip(rows.rows, columns) if column in WHOLE_CHATS
@@ -337,12 +312,12 @@ def _report_answers(rows: Rows, records: list[Record], cfg: DataConfig) -> None:
             get_logger().info("%s: %d of %d rows %s", rows.origin(0)[0], count, len(rows), text)
 
 
-def _check_same_shape(rows: Rows, records: list[Record], i: int, record: Record) -> None:
-    if isinstance(record.prompt, str) != isinstance(records[0].prompt, str):
+def _check_same_shape(rows: Rows, first: Prompt, i: int, prompt: Prompt) -> None:
+    if bool(prompt.messages) != bool(first.messages):
         raise DataError(f"{rows.where(i)}: mixed schema: text and chat prompts in one data set (the first row is "
-                        f"{'text' if isinstance(records[0].prompt, str) else 'chat'}). Write all rows in one schema")
-    if missing(record.reference) != missing(records[0].reference):
-        bare = i if missing(record.reference) else 0
+                        f"{'chat' if first.messages else 'text'}). Write all rows in one schema")
+    if missing(prompt.reference) != missing(first.reference):
+        bare = i if missing(prompt.reference) else 0
         raise DataError(f"{rows.where(bare)}: the row has no answer, others have one (looked in reward_model."
                         f"ground_truth, extra_info and {', '.join(ANSWER_COLUMNS)}). Complete or remove it, "
                         "or name its column with --reference_key")

@@ -1,15 +1,16 @@
 """Public evaluation sets by name (``--eval_suite``): published rows, the question to ask, the correct answer."""
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightrft.config.options import ConfigError
 from lightrft.config.reward_schema import SUITE_LABEL
-from lightrft.datasets.records import Message, missing, Record
+from lightrft.datasets.records import missing
 from lightrft.datasets.rows import DataError, load_rows, read_hub, Row, Rows
 from lightrft.datasets.sources import final_answer
 from lightrft.utils.errors import did_you_mean
+from lightrft.utils.prompt import Prompt
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 CHOICE = "Please reason step by step, and put the letter of the right choice within \\boxed{}."
@@ -88,8 +89,8 @@ def parse_suite(entry: str) -> tuple[str, str]:
     return name, path
 
 
-def load_suite(entry: str, chat: bool, instructed: bool) -> tuple[Rows, list[Record]]:
-    """Read the rows of an ``--eval_suite`` entry, whole, with their records.
+def load_suite(entry: str, chat: bool, instructed: bool) -> tuple[Rows, list[Prompt]]:
+    """Read the rows of an ``--eval_suite`` entry, whole, with their prompts.
 
     Args:
         chat: make each prompt one user turn, for a tokenizer with a chat template; else it is text.
@@ -101,7 +102,7 @@ def load_suite(entry: str, chat: bool, instructed: bool) -> tuple[Rows, list[Rec
     name, path = parse_suite(entry)
     suite = SUITES[name]
     rows = _read(name, suite, path)
-    return rows, [_record(name, suite, row, rows.where(i), chat, instructed) for i, row in enumerate(rows.rows)]
+    return rows, [_prompt(name, suite, row, rows.where(i), chat, instructed) for i, row in enumerate(rows.rows)]
 
 
 def _read(name: str, suite: Suite, path: str) -> Rows:
@@ -121,12 +122,12 @@ def _read(name: str, suite: Suite, path: str) -> Rows:
     return load_rows(path, suite.config if by_config else suite.split)
 
 
-def _record(name: str, suite: Suite, row: Row, where: str, chat: bool, instructed: bool) -> Record:
+def _prompt(name: str, suite: Suite, row: Row, where: str, chat: bool, instructed: bool) -> Prompt:
     try:
         question, answer = suite.read(row)
     except (KeyError, AttributeError) as error:
         raise DataError(f"--eval_suite {name}: {where}: not a row of {suite.hub} ({error}); it has "
                         f"{', '.join(row)}") from error
     text = f"{question}\n\n{suite.instruction}" if instructed else question
-    turn: list[Message] = [{"role": "user", "content": text}]
-    return Record(turn if chat else text, answer, SUITE_LABEL + name, name, None, row)
+    prompt = Prompt("", [], text, data_source=name, label=SUITE_LABEL + name, reference=answer, columns=row)
+    return replace(prompt, text="", messages=prompt.chat) if chat else prompt

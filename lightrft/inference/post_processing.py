@@ -144,8 +144,7 @@ def _answer(row: Row) -> Any:
 
 def _of_turns(row: Row, values: Row) -> Row:
     """Return a chat for SFT, which learns the turns of the policy alone, with ``values`` but for the text of it."""
-    tools = {"tools": row["tools"]} if row.get("tools") else {}
-    return {TURNS: row[TURNS], **tools, **{name: value for name, value in values.items() if name != "output"}}
+    return {TURNS: row[TURNS], **_tools(row), **{name: value for name, value in values.items() if name != "output"}}
 
 
 def _of_input(row: Row, values: Row) -> Row:
@@ -156,9 +155,13 @@ def _of_input(row: Row, values: Row) -> Row:
 def _of_prompt(row: Row, values: Row) -> Row:
     """Return the columns of a prompt for preferences, with ``values``."""
     if PLAY in row:
-        tools = {"tools": row["tools"]} if row.get("tools") else {}
-        return {"prompt": row[TURNS][:-len(row[PLAY]["messages"])], **tools, **values}
+        return {"prompt": row[TURNS][:-len(row[PLAY]["messages"])], **_tools(row), **values}
     return {"prompt": row["input"], **_media(row), **values}
+
+
+def _tools(row: Row) -> Row:
+    """Return the column of the schemas of tools, where the row has any."""
+    return {"tools": row["tools"]} if row.get("tools") else {}
 
 
 def _media(row: Row) -> Row:

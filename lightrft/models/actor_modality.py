@@ -163,7 +163,7 @@ class MediaModality(ActorModality):
             tower.adapt(hf)
 
     def prompt_positions(self, hf: PreTrainedModel, ids: list[int], keys: tuple[str, ...]) -> Tensor | None:
-        """Override :meth:`ActorModality.prompt_positions`."""
+        """Compute the positions [3, L] of a family with M-RoPE."""
         return None if self.family.rope is None else self._rope(hf, tuple(ids), keys)[0]
 
     @property
@@ -173,7 +173,7 @@ class MediaModality(ActorModality):
 
     @property
     def both_ways(self) -> bool:
-        """Override :attr:`ActorModality.both_ways`."""
+        """Return True if the tokens of a picture see those after them."""
         return bool(self.blocks) and not self.causal_pictures
 
     def inputs(self, exp: Experience, hf: PreTrainedModel) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class MediaModality(ActorModality):
         return found
 
     def feature_names(self, hf: PreTrainedModel, names: Iterable[str]) -> list[str]:
-        """Override :meth:`ActorModality.feature_names`."""
+        """Return the parameters of the towers of the data's media, and of the projectors."""
         parts = self.parts(hf, names)
         read = {part_of(kind) for kind in self.kinds}
         return [name for part in sorted(read) for name in parts[part]] + (parts["projector"] if read else [])
@@ -279,11 +279,11 @@ class MediaModality(ActorModality):
         return self.media
 
     def prompt_places(self, ids: list[int], kind: str) -> list[int]:
-        """Override :meth:`ActorModality.prompt_places`."""
+        """Return the indices of the tokens that the features of a kind of media replace."""
         return self.places.of_prompt(ids, kind)
 
     def tower_inputs(self, medium: MediaTensors) -> dict[str, Tensor]:
-        """Override :meth:`ActorModality.tower_inputs`."""
+        """Return what the tower of a medium's kind reads."""
         return self.family.towers[medium.kind].inputs(medium)
 
     def _positions(self, exp: Experience, hf: PreTrainedModel) -> Tensor:

@@ -106,7 +106,7 @@ class PackedModel(nn.Module):
         return merged_params(own, self.model) if merge else apart_params(own, self.model)
 
     def trained_names(self, merge: bool = True) -> set[str]:
-        """Implement :meth:`~lightrft.strategy.base.ExportsParams.trained_names`."""
+        """Return the names, here, of the parameters from which the weights that training changes are made."""
         return {f"model.{name}" for name in trained_names(self.model, merge)}
 
 

@@ -24,7 +24,7 @@ from lightrft.datasets.loader import check_batch
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.preferences import find_pairs
 from lightrft.datasets.prompts_dataset import load_specs
-from lightrft.datasets.records import to_records
+from lightrft.datasets.records import to_prompts
 from lightrft.datasets.rendering import BareRenderer
 from lightrft.datasets.rows import has_no_file, Rows
 from lightrft.datasets.sft_dataset import demonstrations, Learning
@@ -108,7 +108,7 @@ def reader_of(c: Tree, cfg: DataConfig) -> Reader:
     """Return the function that recognises the rows of an entry; here those of prompts, and of responses."""
     if isinstance(c, GenerateConfig) and not c.generates:
         return lambda _, rows: answered_rows(rows, c.data, bool(c.scoring.score))
-    return lambda _, rows: to_records(rows, cfg)
+    return lambda _, rows: to_prompts(rows, cfg)
 
 
 @reader_of.register

@@ -99,7 +99,7 @@ class GenerativeReward(QueuedReward[ActorLanguage]):
         return [(ids, [False] * len(ids)) for ids in self.encoded(self.ask(items))]
 
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:
-        """Implement :meth:`QueuedReward.outcomes`."""
+        """Ask the model about all responses at once, and read its answers."""
         asked = [self.ask(items) for items in groups]
         requests = [*chain.from_iterable(asked)]
         said = iter(self.answers(requests) if self.place.most(len(requests)) else ())

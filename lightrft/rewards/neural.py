@@ -119,7 +119,7 @@ class ModelReward(QueuedReward[Model]):
         """Return the outcomes of packed sequences, in order; ``exp.loss_mask`` is the mask of :meth:`encode`."""
 
     def view(self, items: list[RewardInput]) -> list[Encoded]:
-        """Implement :meth:`QueuedReward.view`."""
+        """Return the sequences with which the model is asked."""
         return self.encode(items, [self.reader.media(item) for item in items])
 
     def outcomes(self, groups: list[list[RewardInput]]) -> list[Outcome]:

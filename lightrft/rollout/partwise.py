@@ -93,7 +93,7 @@ class PartwiseEngine(ABC):
         return self._round()
 
     def resume(self, key: Key, segment: Segment, params: SamplingParams | None = None) -> None:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.resume`."""
+        """Append an answer to a parked response, whose next part begins in the next round."""
         response = self._parked[key]
         if params is not None:
             check_episodes([Episode(response.prompt.prompt, key.group, key.index, role=key.role)], params, self.title,
@@ -102,7 +102,7 @@ class PartwiseEngine(ABC):
         self._beginning.append(self._parked.pop(key))
 
     def abort(self, keys: Iterable[Key]) -> None:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.abort`."""
+        """Let the next round cancel what is being drawn of these responses; those that wait end now."""
         opened = [key for key in dict.fromkeys(keys) if key in self._open and key not in self._aborting]
         for key in opened:
             if self._parked.pop(key, None) is not None:
@@ -110,7 +110,7 @@ class PartwiseEngine(ABC):
         self._aborting += [key for key in opened if key in self._open]
 
     def reset(self) -> None:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.reset`."""
+        """Cancel and forget all responses."""
         drawing = self._drawing
         self._forget()
         if self.drawer and drawing:

@@ -184,7 +184,7 @@ class FSDPV2Strategy(DistributedStrategy):
 
     # -- weights and state --------------------------------------------------------------------------------------------
     def free_full(self, model: nn.Module) -> None:
-        """Implement :meth:`StrategyBase.free_full`."""
+        """Free the whole weights that FSDP2 has gathered."""
         self._placements[model].free_full()
 
     def gathered(self, model: nn.Module, bucket_bytes: int,

@@ -118,10 +118,10 @@ def sources_of(*folders):
 
 def test_the_sample_rows_are_understood():
     rows = [json.loads(text) for text in code_blocks("data.md", "json")][:4]
-    found = [records.to_record(row, DataConfig(), "row") for row in rows]
+    found = [records.to_prompt(row, DataConfig(), "row") for row in rows]
     assert [(record.reference, record.label) for record in found] == [("5", "gsm8k_rule"), ("5", ""), ("5", ""),
                                                                       ("5", "math_rule")]
-    assert all("2+3" in str(record.prompt) for record in found) and found[1].columns["difficulty"] == 1
+    assert all("2+3" in str(record.asked) for record in found) and found[1].columns["difficulty"] == 1
     assert {record.label for record in found} - {""} <= RECIPES.keys()
 
 
@@ -131,7 +131,7 @@ def test_the_sample_rows_with_media_are_understood(tmp_path):
         (tmp_path / folder / name).write_bytes(b"encoded")
     kinds = []
     for row in [json.loads(text) for text in code_blocks("data.md", "json")][-3:]:
-        chat = records.to_record(row, DataConfig(), "row").prompt
+        chat = records.to_prompt(row, DataConfig(), "row").asked
         (turn, ), media = find_row_media(row, MediaConfig(), chat, MediaRules(root=tmp_path), "row")
         assert [part["type"] for part in turn["content"]] == [media[0].kind, "text"] and len(media) == 1
         kinds.append(media[0].kind)

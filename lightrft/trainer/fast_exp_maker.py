@@ -62,21 +62,21 @@ class RewardListener:
         self.rewards, self.handles = rewards, dict[int, Handle]()
 
     def during(self, groups: Sequence[int]) -> AbstractContextManager[Any]:
-        """Implement :meth:`Listener.during`."""
+        """Begin a handle for each group; nothing has to end with the generation."""
         self.handles = {number: Handle() for number in groups}
         return nullcontext()
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
-        """Implement :meth:`Listener.wants_each`."""
+        """Return True if a reward of a prompt scores single responses early."""
         return any(self.rewards.begins_early(prompt) for prompt in prompts)
 
     def arrived(self, samples: list[Episode]) -> None:
-        """Implement :meth:`Listener.arrived`."""
+        """Begin to score the samples."""
         self.rewards.begin([(self.handles[sample.group_id], sample.index,
                              reward_input(sample.prompt, sample.text, sample.play)) for sample in samples])
 
     def finished(self, group: int) -> None:
-        """Implement :meth:`Listener.finished`."""
+        """Score what waits for the whole group."""
         self.rewards.finish(self.handles[group])
 
     def scores(self) -> list[Score]:

@@ -17,7 +17,7 @@ from lightrft.datasets.media_rows import count_media, find_row_media, plain_mark
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preview import GIVEN, preview, shown
 from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
-from lightrft.datasets.records import Message, missing, Record, to_records
+from lightrft.datasets.records import missing, to_prompts
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import parse_suite
 from lightrft.environments.opening import open_pool, player_of, tools_of
@@ -33,8 +33,9 @@ from lightrft.trainer.reward_trial import rendered
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import is_no_model
+from lightrft.utils.prompt import Message
 
-Found = dict[str, tuple[Rows, Record]]  # a row that was read, by its file and number
+Found = dict[str, tuple[Rows, Prompt]]  # a row that was read, by its file and number
 USES = {"train": "training", "eval": "evaluation"}  # of the rows of a split
 
 
@@ -177,24 +178,19 @@ def _read(cfg: DataConfig, split: str, found: Found, model: str | None, most: Co
     entries += parts
     yield from lines
     for rows in parts:
-        records = to_records(rows, cfg)
-        yield from _opened(rows, [_chat(record.prompt) for record in records], cfg, model, most)
-        for i, record in enumerate(records):
-            if not missing(record.reference) or i + 1 == len(rows):
-                found.setdefault(rows.where(i), (rows.pick([i]), record))
+        prompts = to_prompts(rows, cfg)
+        yield from _opened(rows, [prompt.chat for prompt in prompts], cfg, model, most)
+        for i, prompt in enumerate(prompts):
+            if not missing(prompt.reference) or i + 1 == len(rows):
+                found.setdefault(rows.where(i), (rows.pick([i]), prompt))
                 break
     return sum(map(len, parts))
 
 
 def _read_again(cfg: DataConfig, takes: Sequence[str], rows: Rows) -> list[Any]:
     """Return what a run reads of rows, with the number of their media."""
-    records = to_records(rows, cfg)
-    return [(replace(record, columns={}), count_media(row, cfg, _chat(record.prompt), rows.where(i), takes))
-            for i, (row, record) in enumerate(zip(rows.rows, records))]  # yapf: disable
-
-
-def _chat(prompt: str | list[Message]) -> list[Message]:
-    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return [(replace(prompt, columns={}), count_media(row, cfg, prompt.chat, rows.where(i), takes))
+            for i, (row, prompt) in enumerate(zip(rows.rows, to_prompts(rows, cfg)))]  # yapf: disable
 
 
 def _takes(model: str | None) -> Sequence[str]:

@@ -6,13 +6,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.options import show
 from lightrft.config.schema import Config
-from lightrft.datasets.records import Message, missing, Record, text_of
+from lightrft.datasets.records import missing, text_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
 from lightrft.utils.errors import UserError
+from lightrft.utils.prompt import Message, Prompt
 
 AWAITED = (None, "unreachable", "no_rival", "no_environment")
 """Scored; the server does not run yet; a judge will compare the answer with others."""
@@ -20,19 +21,19 @@ EXCUSED = (*AWAITED, "none")
 """The last one: the function declines to judge."""
 
 
-def rendered(record: Record, config: Config, tokenizer: Any) -> tuple[str, list[Message]]:
-    """Render the prompt of a record as the run does: its text, and its messages if it is a chat. Without a tokenizer
-    (None) the text of a chat is that of its turns."""
+def rendered(prompt: Prompt, config: Config, tokenizer: Any) -> tuple[str, list[Message]]:
+    """Render a prompt as the run does: its text, and its messages if it is a chat. Without a tokenizer (None) the text
+    of a chat is that of its turns."""
     renderer = Renderer(config.data, tokenizer)
-    messages = renderer.messages(record.prompt)
+    messages = renderer.messages(prompt.asked)
     if messages is None:
-        return renderer.text(str(record.prompt)), []
+        return renderer.text(prompt.text), []
     if tokenizer is None:
         return "\n".join(text_of(turn["content"]) for turn in messages), messages
-    return renderer.opened([messages], [record.template_kwargs])[0], messages
+    return renderer.opened([messages], [prompt.template_kwargs])[0], messages
 
 
-def try_row(rewards: RewardManager, record: Record, where: str, config: Config,
+def try_row(rewards: RewardManager, prompt: Prompt, where: str, config: Config,
             tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Score a stand-in for a response to one row, its reference or nothing; the time is bounded as in a run.
 
@@ -40,11 +41,11 @@ def try_row(rewards: RewardManager, record: Record, where: str, config: Config,
         UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
             every answer with which a run probes the rewards.
     """
-    prompt, messages = rendered(record, config, tokenizer)
-    row = RewardInput(prompt, "", messages, record.data_source, record.label, record.reference, record.columns,
-                      record.media, config.data.chat_template_kwargs | record.template_kwargs)
+    text, messages = rendered(prompt, config, tokenizer)
+    row = RewardInput(text, "", messages, prompt.data_source, prompt.label, prompt.reference, prompt.columns,
+                      prompt.media, config.data.chat_template_kwargs | prompt.template_kwargs)
     check_references(rewards, [row])
-    known = not missing(record.reference)
+    known = not missing(prompt.reference)
     row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])
     asked = f"{where}, {f'answered with its reference ({quoted(row.response)})' if known else 'with an empty response'}"
     if rewards.cfg.reward_probe and score.error not in AWAITED:

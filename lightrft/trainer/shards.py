@@ -30,7 +30,7 @@ class BatchRanks(Ranks):
         self.share = share or strategy.mesh.engines
 
     def own(self, values: Tensor) -> Tensor:
-        """Implement :meth:`Ranks.own`."""
+        """Take the values at ``index``."""
         return values[self.index]
 
     def gather(self, values: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class BatchRanks(Ranks):
         return self.total(whole).to(values.dtype)
 
     def total(self, value: Tensor) -> Tensor:
-        """Implement :meth:`Ranks.total`."""
+        """Sum over the ranks; of those that have one share, the first counts."""
         return self.strategy.all_reduce(torch.zeros_like(value) if self.share.replica else value)
 
     def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
@@ -52,7 +52,7 @@ class BatchRanks(Ranks):
         return whole
 
     def stack(self, values: Tensor) -> Tensor:
-        """Implement :meth:`Ranks.stack`."""
+        """Sum rows of which each share writes its own."""
         rows = values.new_zeros(self.share.size, *values.shape)
         rows[self.share.index] = values
         return self.total(rows)

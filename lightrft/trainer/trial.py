@@ -18,7 +18,6 @@ from lightrft.datasets.loader import check_batch
 from lightrft.datasets.media_prompts import with_media
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preview import preview
-from lightrft.datasets.records import Record
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset
 from lightrft.datasets.suites import load_suite, parse_suite
@@ -39,6 +38,7 @@ from lightrft.trainer.prompt_trial import (counted, Found, later, mixed, on_disk
 from lightrft.trainer.rehearsal import models_are_here, rehearse_rows, rehearse_training
 from lightrft.trainer.reward_trial import try_row
 from lightrft.utils.errors import UserError
+from lightrft.utils.prompt import Prompt
 from lightrft.utils.hub import model_is_here
 from lightrft.utils.logging import silent
 
@@ -179,13 +179,13 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
     if not all(map(model_is_here, parse_models(config.reward.reward_pretrain).values())):
         return
     store = read.media if config.reward.reward_pretrain else None
-    tried = {where: record if store is None else _known(rows, record, config.data, store)
-             for where, (rows, record) in [*found.items()][:1]}  # yapf: disable
+    tried = {where: prompt if store is None else _known(rows, prompt, config.data, store)
+             for where, (rows, prompt) in [*found.items()][:1]}  # yapf: disable
     rewards = RewardManager(config.reward, context.functions, ScorerSetup(media=store, data=config.data))
     try:
         check_accuracy_part(config.eval.accuracy_part, rewards.part_names())
-        for where, record in tried.items():
-            yield try_row(rewards, record, where, config, read.tokenizer)
+        for where, prompt in tried.items():
+            yield try_row(rewards, prompt, where, config, read.tokenizer)
         if here:
             complete = fits and not read.later and not lines[:len(lines) - len(beside)]
             rehearse_training(config, read.tokenizer, read.prompts if complete else {}, rewards, read.media,
@@ -225,8 +225,8 @@ def _ends_at_its_start(check: Callable[[], None], context: TrialContext) -> Gene
     return True
 
 
-def _known(rows: Rows, record: Record, cfg: DataConfig, store: MediaStore) -> Record:
-    """Make the media of a row known to the store; return the record with their keys."""
-    found = with_media(rows, [record], cfg, store)[1][0]
+def _known(rows: Rows, prompt: Prompt, cfg: DataConfig, store: MediaStore) -> Prompt:
+    """Make the media of a row known to the store; return the prompt with their keys."""
+    found = with_media(rows, [prompt], cfg, store)[1][0]
     store.keep([found.media])
     return found

@@ -2,7 +2,8 @@
 from lightrft.types.batch import Batch
 from lightrft.types.episodes import by_group, Episode, Key, prompt_groups, Segment, unfinished
 from lightrft.types.fields import Field, number, NUMBERS
-from lightrft.types.prompts import MediaSource, MediaTensors, Prompt
+from lightrft.types.media import MediaSource, MediaTensors
+from lightrft.utils.prompt import Prompt
 
 # their names in LightRFT
 Experience = Batch

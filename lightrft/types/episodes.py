@@ -5,8 +5,8 @@ from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from lightrft.types.prompts import Prompt
 from lightrft.utils.play import Play
+from lightrft.utils.prompt import Prompt
 from lightrft.utils.score import Score
 
 

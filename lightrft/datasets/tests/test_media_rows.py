@@ -11,7 +11,7 @@ from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import MediaError, MediaRules
 from lightrft.datasets.media_rows import find_media, find_row_media, part_media
-from lightrft.datasets.records import to_records
+from lightrft.datasets.records import to_prompts
 from lightrft.datasets.rows import DataError, load_rows, Rows
 from lightrft.datasets.waveform import write_wav
 
@@ -170,7 +170,7 @@ def test_folders_of_lightrfts_recipe_for_sounds(tmp_path):
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
         (tmp_path / "train.dropped.jsonl").write_text('{"index": 1, "audio_path": "gone.wav"}\n')
         rows, rules = load_rows(str(tmp_path), "train"), MediaRules(root=tmp_path / "all")
-        (record, ) = to_records(rows, DataConfig(input_key="prompt", label_key="label", reference_key="reference"))
+        (record, ) = to_prompts(rows, DataConfig(input_key="prompt", label_key="label", reference_key="reference"))
         assert (record.reference, record.label, record.data_source) == ("a", "avqa_rule", "r1-aqa-avqa")
         messages, media = find(rows.rows[0], rules, images_key="audio_path")
         assert messages == [user(AUDIO, text("Which? Answer in <answer> </answer>."))]

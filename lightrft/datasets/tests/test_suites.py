@@ -59,9 +59,9 @@ def test_a_clone_of_the_repository_is_read_and_scored(tmp_path, name):
     rows, records = load_suite(f"{name}={write(tmp_path, name)}", chat=True, instructed=True)
     assert len(rows) == 1 == len(records), "another configuration was read too"
     record = records[0]
-    text = record.prompt[0]["content"]
+    text = record.messages[0]["content"]
     assert text.endswith(f"\n\n{CHOICE if name == 'gpqa' else BOXED}") and record.data_source == name
-    assert load_suite(f"{name}={tmp_path}", False, False)[1][0].prompt == text.rpartition("\n\n")[0]
+    assert load_suite(f"{name}={tmp_path}", False, False)[1][0].text == text.rpartition("\n\n")[0]
     right = record.reference if name == "gpqa" else RIGHT[name]
     score = choice_score if name == "gpqa" else math_score
     given = [score(RewardInput(text, f"So \\boxed{{{answer}}}", reference=record.reference)).value
@@ -73,7 +73,7 @@ def test_the_choices_are_shuffled_the_same_way_in_every_process(tmp_path):
     (tmp_path / "g.jsonl").write_text("".join(
         json.dumps(GPQA | {"Question": f"Which is a lepton, case {i}?"}) + "\n" for i in range(64)))
     records = load_suite(f"gpqa={tmp_path / 'g.jsonl'}", False, True)[1]
-    assert all(f"{record.reference}) muon\n" in record.prompt for record in records)
+    assert all(f"{record.reference}) muon\n" in record.text for record in records)
     counts = [sum(record.reference == letter for record in records) for letter in "ABCD"]
     assert min(counts) >= 6, f"the right letters are not spread: {counts}"
     code = (f"from lightrft.datasets.suites import load_suite\n"

@@ -4,7 +4,7 @@ import pytest
 
 from lightrft.config.schema import DataConfig
 from lightrft.config.reward_schema import RewardConfig
-from lightrft.datasets.records import to_records
+from lightrft.datasets.records import to_prompts
 from lightrft.datasets.rows import load_rows
 from lightrft.rewards.base import RewardInput, REWARDS
 from lightrft.rewards.manager import RewardManager
@@ -24,13 +24,13 @@ def scores(part, reference, *answers):
 def test_the_cases_of_the_field(part, case):
     if part == "math":
         pytest.importorskip("math_verify")
-    records = to_records(load_rows(str(field.ROWS / f"{case}.jsonl")), DataConfig())
+    records = to_prompts(load_rows(str(field.ROWS / f"{case}.jsonl")), DataConfig())
     for record in records[:2]:
         assert scores(part, record.reference, "Oslo", "Bergen") == [1, 0]
 
 
 def test_objects_of_verl_as_texts_are_objects():
-    records = to_records(load_rows(str(field.ROWS / "extra_info_json_text.jsonl")), DataConfig())
+    records = to_prompts(load_rows(str(field.ROWS / "extra_info_json_text.jsonl")), DataConfig())
     assert [record.columns["extra_info"]["index"] for record in records] == [*range(16)]
     assert records[0].columns["reward_model"] == {"style": "rule", "ground_truth": "Oslo"}
 

@@ -146,12 +146,12 @@ class HFEngine:
         return ended
 
     def resume(self, key: Key, segment: Segment, params: SamplingParams | None = None) -> None:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.resume`."""
+        """Append an answer to a parked response."""
         self._queue.resume(key, segment, params)
         self._unplanned |= params is not None
 
     def abort(self, keys: Iterable[Key]) -> None:
-        """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.abort`."""
+        """End responses, and free their slots."""
         self._aborted += self._generation.abort(keys) if self._generation else self._queue.abort(keys)
         if not self._queue.open:
             self._pause()
@@ -299,7 +299,7 @@ class HFEngine:
         self.weight_version = version
 
     def shared_storage(self) -> set[int]:
-        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.shared_storage`."""
+        """Return the addresses of the trainer's weights; of an own copy none."""
         return set() if self.owns_model else {weight.data_ptr() for _, weight in compute_weights(self.model)}
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
@@ -307,7 +307,7 @@ class HFEngine:
         return {name: weight.dtype for name, weight in compute_weights(self.model)}
 
     def fingerprints(self, names: list[str]) -> Tensor:
-        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.fingerprints`."""
+        """Compute the fingerprints of weights that the model computes with."""
         held = dict(compute_weights(self.model))
         return fingerprints([Piece(held[name]) for name in names]).cpu()
 

@@ -82,16 +82,16 @@ class SGLangEngine(PartwiseEngine):
 
     @property
     def apart(self) -> bool:
-        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.apart`."""
+        """Return False: adapters come merged."""
         return False
 
     @property
     def holds_weights(self) -> bool:
-        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.holds_weights`."""
+        """Return True while the server has kept the frozen weights."""
         return self._holds and bool(self.weights.frozen) and self.keeps
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """Implement :meth:`~lightrft.rollout.engine.RolloutEngine.weight_dtypes`."""
+        """Return the dtypes of the weights that the server can read."""
         return self._dtypes
 
     def fingerprints(self, names: list[str]) -> Tensor:

@@ -39,7 +39,7 @@ class SGLangParts:
         return self._taken(sorted(key for key, task in self.drawing.items() if task.done()))
 
     def cancel(self, keys: Iterable[Key] | None = None) -> list[Generated]:
-        """Implement :meth:`~lightrft.rollout.partwise.PartDrawer.cancel`."""
+        """Abort requests, and return what they have drawn."""
         cancelled = list(self.drawing if keys is None else keys)
         return self.native.run(lambda: self._cancel(cancelled)) if cancelled else []
 

@@ -139,7 +139,7 @@ class VLLMEngine(PartwiseEngine):
 
     @property
     def apart(self) -> bool:
-        """Implement :attr:`~lightrft.rollout.engine.KeepsWeights.apart`."""
+        """Return True if vLLM applies the adapters itself."""
         return self.adapters is not None
 
     @property
@@ -188,7 +188,7 @@ class VLLMEngine(PartwiseEngine):
         return found[0].long().cpu()
 
     def media_tensors(self, prompt: Prompt) -> dict[str, list[Tensor]]:
-        """Implement :meth:`~lightrft.rollout.engine.ShowsMedia.media_tensors`."""
+        """Return what vLLM's processor makes of each medium."""
         with process_state_kept():
             return {} if self.media is None else self.media.tensors(prompt)
 

@@ -70,7 +70,7 @@ class VLLMParts:
         return _part(key, output)
 
     def cancel(self, keys: Iterable[Key] | None = None) -> list[Generated]:
-        """Implement :meth:`~lightrft.rollout.partwise.PartDrawer.cancel`."""
+        """Abort requests, and return what they have drawn."""
         from vllm.v1.engine import FinishReason
         states, parts = self.engine.output_processor.request_states, []
         names = {key: self.names.pop(key) for key in list(self.names if keys is None else keys)}

@@ -276,7 +276,7 @@ class DeepspeedStrategy(DistributedStrategy):
         return self.cfg.zero_stage == 3
 
     def free_full(self, model: nn.Module) -> None:
-        """Implement :meth:`StrategyBase.free_full`."""
+        """Free the whole weights that stage 3 has gathered."""
         if self._divides_weights():
             self.engines[model].empty_partition_cache()
 

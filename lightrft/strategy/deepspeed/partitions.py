@@ -108,7 +108,7 @@ class Stage1Or2(Partitions):
                 master.data = pieces[self.rank]
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
-        """Implement :meth:`Partitions.move`."""
+        """Move the flat weights of each group, and point the model's to them."""
         for index, flat in enumerate(self.zero.bit16_groups_flat):
             flat.data = to(flat)
             self.zero.parallel_partitioned_bit16_groups[index] = self.zero.get_data_parallel_partitions(flat, index)
@@ -129,14 +129,14 @@ class Stage1Or2(Partitions):
             yield from zip(params, self.zero.averaged_gradients.get(index) or ())
 
     def clear(self) -> None:
-        """Extend :meth:`Partitions.clear`."""
+        """Forget the gradients of all groups."""
         super().clear()
         self.zero.micro_step_id = NO_MICRO_BATCH
         for held in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
             held.update(dict.fromkeys(held))
 
     def refresh(self) -> None:
-        """Implement :meth:`Partitions.refresh`."""
+        """Copy this rank's pieces of the model's weights to the masters."""
         for master, pieces in zip(self.masters, self.zero.parallel_partitioned_bit16_groups):
             master.detach().copy_(pieces[self.rank])
 
@@ -167,7 +167,7 @@ class Stage3(Partitions):
         self.zero.grad_partitions_flat_buffer.zero_()
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
-        """Implement :meth:`Partitions.move`."""
+        """Move the flat weights and this rank's pieces of each parameter."""
         buffer = self.zero.lp_param_buffer
         buffer.data = to(buffer)
         pieces = [param.ds_tensor for params in self.zero.fp16_groups for param in params]
@@ -180,7 +180,7 @@ class Stage3(Partitions):
                 self.masters[index].data = data
 
     def refresh(self) -> None:
-        """Implement :meth:`Partitions.refresh`."""
+        """Copy this rank's pieces of each parameter to the masters."""
         self.zero.invalidate_secondary_tensor()
         for param, name in self.names.items():
             one = self.slices[name]

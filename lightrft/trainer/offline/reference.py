@@ -49,7 +49,7 @@ class NoReference:
     """The reference of a loss that has none: 0 everywhere."""
 
     def sums(self, exp: Experience, parts: Parts) -> Tensor:
-        """Implement :meth:`Reference.sums`."""
+        """Return zeros."""
         return torch.zeros(exp.num_seqs, dtype=torch.float64)
 
 
@@ -73,7 +73,7 @@ class LiveReference:
             self.frozen.connect(media, config.data)
 
     def sums(self, exp: Experience, parts: Parts) -> Tensor:
-        """Implement :meth:`Reference.sums`; a collective."""
+        """Compute the log-probs of the reference, summed over each response; a collective."""
         with self._model() as model:
             return response_sums(self.strategy, model, exp, parts)
 
@@ -100,7 +100,7 @@ class CachedReference:
         self.cache, self.live, self.strategy = cache, live, strategy
 
     def sums(self, exp: Experience, parts: Parts) -> Tensor:
-        """Implement :meth:`Reference.sums`; no model computes."""
+        """Read the sums from the cache; no model computes."""
         return self.cache.read(exp)
 
     def fill(self, batches: Iterator[Experience], plan: Planner) -> None:

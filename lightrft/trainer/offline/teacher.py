@@ -43,7 +43,7 @@ class LiveTeacher:
 
     @torch.no_grad()
     def taught(self, exp: Experience) -> tuple[Tensor, ...]:
-        """Implement :meth:`Teacher.taught`."""
+        """Compute the teacher's log-probs, or its most likely tokens with theirs."""
 
         def read(logprobs: Tensor, part: slice) -> tuple[Tensor, ...]:
             return top_tokens(logprobs, self.top_k)[::-1] if self.top_k else (logprobs, )
@@ -63,7 +63,7 @@ class CachedTeacher:
         self.cache, self.live, self.strategy = cache, live, strategy
 
     def taught(self, exp: Experience) -> tuple[Tensor, ...]:
-        """Implement :meth:`Teacher.taught`; no model computes."""
+        """Read the tokens and log-probs from the cache; no model computes."""
         return tuple(upload(values, self.strategy.device) for values in self.cache.read(exp.host))
 
     def fill(self, batches: Iterator[Experience], plan: Planner) -> None:

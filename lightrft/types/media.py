@@ -1,32 +1,9 @@
-"""Prompts, what a medium of a prompt becomes, and where media come from."""
+"""What a medium of a prompt becomes, and where media come from."""
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of a data set, rendered and tokenized; the same for every modality.
-
-    ``media`` are keys (``image:`` and a hash, say) of its pictures, videos and sounds, in the order of their
-    appearance. What they name is decoded and processed where it is used, and never sent to other ranks. In
-    ``token_ids`` every medium has as many tokens as it has features; in ``text`` and ``unexpanded_ids``, for engines
-    that process media themselves, it has one placeholder. ``template_kwargs`` are those with which a chat template
-    rendered the messages (tools, say), for models with a template of their own.
-    """
-    uid: str
-    token_ids: list[int]
-    text: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    data_source: str = ""
-    label: str = ""
-    reference: Any = None
-    columns: dict[str, Any] = field(default_factory=dict)
-    media: tuple[str, ...] = ()
-    unexpanded_ids: list[int] = field(default_factory=list)  # empty without media
-    template_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
