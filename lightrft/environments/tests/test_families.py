@@ -139,7 +139,7 @@ def test_token_in_token_out(pool, family, kind, drawn, content, thought, calls, 
 
 def turn(episode, ask, drawn, reason):
     """Draw a turn; return the tokens that follow it."""
-    episode.add(Segment(drawn, [0.0] * len(drawn), version=0), reason)
+    episode.add([Segment(drawn, [0.0] * len(drawn), version=0)], reason)
     pending, = ask([episode])
     following = pending.result()
     episode.finish_reason = "abort"
