@@ -7,10 +7,10 @@ from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.models.loader import load_actor, load_reward_model, load_scorer
 from lightrft.strategy.export import write_model
 from lightrft.tests.support import tiny
+from lightrft.tests.support.hybrids import FAMILIES
 from lightrft.tests.support.shared_prompts import experience
 from lightrft.utils.errors import UserError
 
-FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]
 ROUNDING = 3e-5  # of scores of about 10
 EXP = experience().select([0, 3, 4, 5, 8])
 

@@ -17,6 +17,7 @@ from lightrft.rollout.tests.test_partial import follows, rest
 from lightrft.rollout.vllm.launch import engine_arguments
 from lightrft.tests.support import naive_decode, tiny
 from lightrft.tests.support.episodes import episodes_of, generate, Group
+from lightrft.tests.support.hybrids import REFUSED_BY_ENGINE
 from lightrft.tests.support.stepping import ANSWER, collect, rounds_keep_to_the_protocol, same
 from lightrft.tests.support.turns import PARAMS, turns_are_those_by_hand, turns_have_the_scores
 from lightrft.types import Key
@@ -25,7 +26,7 @@ from lightrft.utils.errors import UserError
 
 NEW, EXACT = 20, 2e-6
 ROOMY, TIGHT = 1 << 24, 70_000  # bytes of cache; three slots, so that they are filled again and prompts wait
-OTHERS = sorted(tiny.STATEFUL.keys() - {"kimi_linear"})  # whose keys and values differ in shape
+OTHERS = sorted(tiny.STATEFUL.keys() - REFUSED_BY_ENGINE)
 LONG = [*range(70, 150), *range(20, 55)]  # tokens; more than a chunk of 64
 
 

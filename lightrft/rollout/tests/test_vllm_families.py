@@ -21,6 +21,7 @@ from lightrft.tests.support.engine_rig import (EXACT, NEW, STOPS, frozen_weights
                                                names_faults_of_experts, requests)
 from lightrft.tests.support.episodes import generate
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET, TWIN
+from lightrft.tests.support.hybrids import SYNCED
 from lightrft.tests.support.vision_rig import RawMedia
 from lightrft.types import Prompt
 from lightrft.utils.env import World
@@ -128,12 +129,12 @@ def test_weights_arrive(family):
     assert set(family.vllm.weights.shapes) == set(family.vllm.weight_dtypes()) == set(family.proof.fingerprints.trainer)
 
 
-@pytest.mark.parametrize("name, count, most", [("qwen3_5", 9, 0.5), ("qwen3_5_moe", 9, math.inf),
-                                               ("qwen3_next", 7, 0.5)])  # yapf: disable
-def test_weights_of_layers_with_state_arrive(name, count, most, tmp_path):
+@pytest.mark.parametrize("name", SYNCED)
+def test_weights_of_layers_with_state_arrive(name, tmp_path):
     """In bfloat16: vLLM has no other kernel for them on a CPU, and only for heads of 128. All are compared, also those
     that it fuses; the canaries have the limits of that arithmetic. A router that rounds otherwise takes another expert,
     which has no limit at a single token."""
+    count, most = SYNCED[name], math.inf if name == "qwen3_5_moe" else 0.5
     rig = HalfRig(tiny.save_model(tmp_path, name, **STATES))
     with torch.no_grad():
         for name, weight in rig.actor.named_parameters():

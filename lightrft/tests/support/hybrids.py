@@ -1,0 +1,36 @@
+"""What tests compare of families with state, by family, and the table of it in ``docs/families.md``."""
+from typing import Any
+
+from lightrft.models.stateful import continues
+from lightrft.tests.support import tiny
+from lightrft.tests.support.preference_runs import EVERY
+from lightrft.tests.support.strategy_ranks import KINDS, RESUMED
+
+FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]  # packed and exported
+REFUSED_BY_ENGINE = {"kimi_linear"}  # whose keys and values differ in shape
+DECODED = [family for family in FAMILIES if family not in REFUSED_BY_ENGINE]
+SYNCED = {"qwen3_5": 9, "qwen3_5_moe": 9, "qwen3_next": 7}  # into vLLM; number of weights of a layer with state
+COLUMNS = ("model type", "packed", "shared prompt", "hf engine", "sync to vLLM", "export", "resume", "two strategies")
+RIGHT, UNTRIED = "right", "not tried"
+
+
+def trained(options: dict[str, Any]) -> set[str]:
+    """Families with state that a run with ``options`` trains: policy and critic."""
+    models = (str(options.get(name, "")).rpartition("/")[2] for name in ("pretrain", "critic_pretrain"))
+    return {*models} & {*FAMILIES}
+
+
+def row_of(family: str) -> tuple[str, ...]:
+    """The row of a family."""
+    resumed = trained(KINDS[RESUMED])
+    spread = resumed.union(*(trained(options) for _, options in EVERY.values()))
+    return (f"`{family}`", RIGHT, RIGHT if continues(tiny.model(family)) else "computed again",
+            RIGHT if family in DECODED else "refused: shapes of keys and values differ",
+            RIGHT if family in SYNCED else UNTRIED, RIGHT, RIGHT if family in resumed else UNTRIED,
+            RIGHT if family in spread else UNTRIED)  # yapf: disable
+
+
+def table() -> str:
+    """The table of all families, in Markdown."""
+    rows = [COLUMNS, ("---", ) * len(COLUMNS), *map(row_of, sorted(FAMILIES))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
