@@ -10,10 +10,12 @@ from importlib import import_module
 
 import pytest
 
+from lightrft import GRPO
 from lightrft.cli.main import COMMANDS
-from lightrft.tests.support import environments, runs, tool_models
+from lightrft.tests.support import desk, environments, runs, tool_models
 from lightrft.tests.support.launch import flags, launch, no_orphans, workers
 from lightrft.tests.support.processes import alive, wait_until
+from lightrft.utils.errors import UserError
 
 LIMIT_S = 240.0  # of a run
 FATES = ("hang", "raise", "flood", "exit", "speak", "answer")
@@ -119,3 +121,19 @@ def test_commands_that_do_not_train(home, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert re.search("environment: a turn '7' is answered with '< .im_end.>.*, reward so far 1\n", said), said
     assert not (tmp_path / "run").exists() and no_orphans(tmp_path)
+
+
+def test_a_program_gives_tools_or_an_environment(home):
+    """A plan plays them; with an environment the reward is its own."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+    rows = [{"prompt": [{"role": "user", "content": "3+4?"}], "reference": call}] * 2
+    options = {**MODEL, "prompt_max_len": 400, "generate_max_len": 100, "rollout_batch_size": 2,
+               "n_samples_per_prompt": 2, "train_batch_size": 4, "reward_probe": False}  # yapf: disable
+    shown = str(GRPO(home / "model", "exact", rows, tools=[desk.add], **options).plan())
+    assert "environment: tools of this program (tools), tools: add\n" in shown
+    assert f"a turn {call!r} is answered with '7'" in shown
+    run = GRPO(home / "model", train_dataset=rows, environment=environments.Uneven, **options)
+    assert run.parsed.config.reward.reward == ["environment"]
+    assert f"reward so far {len(call)}\n" in str(run.plan())
+    with pytest.raises(UserError, match="an environment has its own tools; give one of the two"):
+        GRPO(home / "model", environment=environments.Uneven, tools=[desk.add])

@@ -120,6 +120,11 @@ def test_a_failed_environment_leaves_its_response_unscored_and_rewards_read_what
         assert metrics[f"env/{cause}"] == sum(play.limit == cause for play in plays)
     assert metrics["env/max_turns"] > 0 and max(play.turns for play in plays) == 2
     assert metrics["env/turns/mean"] == pytest.approx(sum(play.turns for play in plays) / len(plays))
+    drawn = [sum(episode.loss_mask) for episode in done.episodes]
+    whole = [episode.response_len for episode in done.episodes]
+    assert metrics["rollout/response_len/mean"] == pytest.approx(sum(drawn) / len(drawn)) and drawn != whole
+    assert metrics["rollout/whole_len/mean"] == pytest.approx(sum(whole) / len(whole))
+    assert metrics["rollout/whole_len/max"] == max(whole)
     assert torch.isfinite(done.exp.advantages).all()
 
 
