@@ -64,7 +64,7 @@ class MethodTools(ToolEnvironment):
     async def step(self, turn: Turn) -> Step:
         """Answer the calls; the last turn has the reward of ``get_reward``."""
         step = await super().step(turn)
-        if step.done and hasattr(self.inner, "get_reward"):
+        if (step.done or turn.last) and hasattr(self.inner, "get_reward"):
             step.reward = await called(self.inner.get_reward)
         return step
 

@@ -47,6 +47,7 @@ class Turn:
         cut: the turn was cut by the limit on tokens; it is the last one.
         response: the whole response, with earlier turns and answers, for an environment whose interface reads it
             (:attr:`Info.reads_response`); else "".
+        last: no turn follows, whatever the answer: this one was cut, or is the last of ``--max_turns``.
     """
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -55,6 +56,7 @@ class Turn:
     room: int = 0
     cut: bool = False
     response: str = ""
+    last: bool = False
 
 
 @dataclass

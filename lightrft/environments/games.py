@@ -46,7 +46,7 @@ class GymnasiumGame:
 
 
 class TextArenaGame:
-    """A game of textarena for one player: its reward comes when it ends, and after a turn that was cut.
+    """A game of textarena for one player: its reward comes when it ends, and after the last turn.
 
     ``get_observation`` returns all texts so far; the policy reads what is new.
     """
@@ -61,7 +61,8 @@ class TextArenaGame:
 
     def step(self, turn: Turn) -> Step:
         """Pass the text of a turn."""
-        if not turn.cut and not self.inner.step(action=turn.text)[0]:
+        over = turn.cut or self.inner.step(action=turn.text)[0]
+        if not over and not turn.last:
             return Step(self._new())
         rewards, _ = self.inner.close()
         return Step(reward=number((rewards or {}).get(0, 0.0)), done=True)

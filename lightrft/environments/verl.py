@@ -38,9 +38,9 @@ class VerlTools(ToolEnvironment):
     async def step(self, turn: Turn) -> Step:
         """Answer the calls of a turn."""
         step = await super().step(turn)
-        if step.done:
+        if step.done or turn.last:
             rewards = [await tool.calc_reward(self.instances[name]) for name, tool in self.objects.items()]
-            step.reward = sum(number(reward) or 0.0 for reward in rewards)
+            step.reward = sum((number(reward) or 0.0 for reward in rewards), step.reward or 0.0)
         return step
 
     async def answer(self, call: ToolCall) -> Answered:

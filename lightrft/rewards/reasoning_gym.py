@@ -1,5 +1,7 @@
 """Scorers of the package reasoning-gym as a reward, which runs in worker processes."""
 import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from lightrft.utils.errors import UserError
@@ -19,8 +21,14 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: str, extra_
     if not isinstance(entry, str):
         raise UserError(f"the reward reasoning_gym reads rows of --prompt_data reasoning_gym:NAME, and one of "
                         f"{data_source!r} has no extra_info.entry")
-    from reasoning_gym import get_score_answer_fn
     text = turns[-1]["content"] if turns[-1]["role"] == "assistant" else ""
     marked = extract_answer(text)
     answer = text.rpartition("</think>")[2].strip() if marked is None else marked
-    return float(get_score_answer_fn(data_source.partition("/")[2])(answer=answer, entry=json.loads(entry)))
+    return float(_scorer(data_source.partition("/")[2])(answer=answer, entry=json.loads(entry)))
+
+
+@cache
+def _scorer(name: str) -> Callable[..., float]:
+    """Return the scorer of a data set; to make one may read a file of words."""
+    from reasoning_gym import get_score_answer_fn
+    return get_score_answer_fn(name)

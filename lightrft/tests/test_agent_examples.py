@@ -1,18 +1,90 @@
-"""``examples/agents``, end to end: a model that was taught a bad habit learns from its environment."""
+"""``examples/agents``: each trains; end to end, a model that was taught a bad habit learns from its environment."""
+import json
+import re
+import sys
+from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lightrft.tests.support import runs
+from lightrft.tests.support.printed import Program
 from lightrft.tests.test_examples import launch, lines
 
+no_picture = runs.no_picture
 ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / "examples" / "agents"
-pytestmark = [
-    pytest.mark.dist, pytest.mark.slow,
-    pytest.mark.skipif(not AGENTS.exists(), reason="installed without its repository")
-]  # yapf: disable
+pytestmark = pytest.mark.skipif(not AGENTS.exists(), reason="installed without its repository")
+TINY = "--max_steps 2 --rollout_batch_size 2 --train_batch_size 16 --eval_steps 0 --no_eval_at_start --save_steps -1"
+GAINS = {"calculator": 0.6, "search": 0.3, "guess": 0.1}  # in held-out accuracy, at least
 
 
+@pytest.fixture(name="agents")
+def fixture_agents(monkeypatch):
+    """The folder as the start of the path, whose modules are forgotten afterwards."""
+    pytest.importorskip("renderers", reason="needs Python 3.11")
+    with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [str(AGENTS), *sys.path]):
+        yield
+
+
+@pytest.mark.parametrize("name", ["search", "guess"])
+def test_each_trains(name, agents, tmp_path, monkeypatch):
+    """Two steps of a model without a warm-up: rows, environment, reward and options fit together."""
+    monkeypatch.setenv("AGENT", name)
+    words = f"--out {tmp_path} --train_rows 8 --test_rows 4 --sft_rows 8"
+    Program(str(AGENTS / "prepare.py"), []).run(words.split())
+    data = f"--pretrain {tmp_path}/base --prompt_data {tmp_path}/data/train.parquet --save_path {tmp_path}"
+    Program(str(AGENTS / "train_colocate.py"), []).run(f"{data} {TINY}".split())
+    assert [line["reward/unscored"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 0]
+
+
+def test_the_search_finds_every_fact_by_both_words_alone(agents):
+    agent = import_module("search")
+    for name, kind, what in agent.facts():
+        assert agent.search(f"{name} {kind}") == agent.search(f"{kind} {name}") == f"{name} {kind} {what}"
+    assert len({agent.search(kind) for kind in agent.FACTS}) == len(agent.FACTS), "one document for each kind"
+
+
+def test_who_halves_what_is_left_finds_every_number(agents):
+    agent, found = import_module("guess"), set()
+    for seed in range(100):
+        game = agent.Game()
+        assert game.reset(None, seed) == f"1-{agent.LAST}"
+        for number in range(agent.GUESSES):
+            step = game.step(mock.Mock(text=str((game.low + game.high) // 2)))
+            if step.done:
+                found.add(game.number)
+                break
+        assert step.reward == 1.0
+    assert found == {*range(1, agent.LAST + 1)}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", GAINS)
+def test_each_learns(name, tmp_path):
+    """The whole run of the docs."""
+    launch("bash", AGENTS / "run_agent.sh", name, cwd=tmp_path, timeout=1100, OUT=str(tmp_path), NPROC="1")
+    first, *_, last = lines(tmp_path / "metrics.jsonl")
+    assert last["eval/all/pass@1"] - first["eval/all/pass@1"] >= GAINS[name], (first, last)
+
+
+def test_the_curves_of_the_docs_are_those_of_the_record():
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "docs" / "data" / "agents.json").read_text(encoding="utf-8"))["examples"]
+    for name, curve in record.items():
+        rows = re.search(rf"^\| `{name}` \|([ .\d|]+)\|\n\| reward \| – \|([ .\d|]+)\|$", page, re.MULTILINE)
+        held_out, means = ([float(cell) for cell in cells.split("|")] for cells in rows.groups())
+        assert held_out == pytest.approx([*curve["held_out"].values()], abs=0.0051)
+        fives = [curve["reward"][i:i + 5] for i in range(0, len(curve["reward"]), 5)]
+        assert means == pytest.approx([sum(five) / 5 for five in fives], abs=0.0051)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_calculator_learns_which_tool_to_call(tmp_path):
     """With the command of the docs, greedy answers are all wrong after the demonstrations, and many are right after

@@ -18,51 +18,6 @@ TASK = Task("u", "<|im_start|>user\nsum", [{"role": "user", "content": "sum"}], 
             columns={"difficulty": 2})
 
 
-class Counter:
-    """A class of TRL's environment_factory: its public methods are tools."""
-
-    def reset(self, difficulty: int = 0, **row) -> str:
-        """Begin."""
-        self.count, self.difficulty = 0, difficulty
-        return f"difficulty {difficulty}"
-
-    def increment(self, step: int) -> int:
-        """Count.
-
-        Args:
-            step: How far.
-        """
-        self.count += step
-        return self.count
-
-    def get_reward(self) -> float:
-        """Say how far it came."""
-        return float(self.count)
-
-
-class AgentInstance:
-    """An agent of OpenRLHF."""
-
-    async def reset(self, states, **kwargs):
-        return {"observation": states["observation"]}
-
-    async def step(self, states, **kwargs):
-        done = states["label"] in states["action_text"]
-        return {"rewards": 1.0 if done else 0.0, "environment_feedback": "" if done else "\nagain\n", "done": done,
-                "extra_logs": {"tries": 1}}  # yapf: disable
-
-
-class Text:
-    """An environment of SkyRL-Gym."""
-
-    def init(self, prompt):
-        return [*prompt, {"role": "user", "content": "begin"}], {}
-
-    def step(self, text):
-        return {"observations": [{"role": "user", "content": f"not {text}"}], "reward": 0.5, "done": text == "3",
-                "metadata": {"n": 1, "word": "x"}}  # yapf: disable
-
-
 def play(cls, *turns, columns=None):
     """What a class says to turns."""
     adapter, task = adapter_of(cls), TASK if columns is None else replace(TASK, columns=columns)
@@ -83,16 +38,16 @@ def play(cls, *turns, columns=None):
 
 
 def test_a_class_whose_methods_are_tools():
-    info, opened, first, last = play(Counter, Turn("", (ToolCall("increment", {"step": 4}), )), Turn("done"))
+    info, opened, first, last = play(foreign.Counter, Turn("", (ToolCall("increment", {"step": 4}), )), Turn("done"))
     assert info.kind == "environment_factory" and [each["function"]["name"] for each in info.tools] == ["increment"]
     assert opened == "difficulty 2" and first.messages[0]["content"] == "4" and first.reward is None
     assert last.done and last.reward == 4.0
 
 
 def test_inherited_methods_are_tools_too():
-    more = type("More", (Counter, ), {"__doc__": "Adds a tool.", "look": look})
+    more = type("More", (foreign.Counter, ), {"__doc__": "Adds a tool.", "look": look})
     assert [tool["function"]["name"] for tool in adapter_of(more).info.tools] == ["increment", "look"]
-    assert adapter_of(type("Same", (Counter, ), {})).info.tools == adapter_of(Counter).info.tools
+    assert adapter_of(type("Same", (foreign.Counter, ), {})).info.tools == adapter_of(foreign.Counter).info.tools
 
 
 def look(self) -> str:
@@ -100,13 +55,13 @@ def look(self) -> str:
 
 
 def test_an_agent_that_writes_text():
-    info, _, first, last = play(AgentInstance, Turn("1"), Turn("3"))
+    info, _, first, last = play(foreign.AgentInstance, Turn("1"), Turn("3"))
     assert info.writes_marks and (first.text, first.reward, first.done) == ("\nagain\n", 0.0, False)
     assert (last.text, last.reward, last.done, last.metrics) == (None, 1.0, True, {"tries": 1.0})
 
 
 def test_a_text_environment():
-    info, opened, first, last = play(Text, Turn("1"), Turn("3"))
+    info, opened, first, last = play(foreign.Text, Turn("1"), Turn("3"))
     assert opened == [{"role": "user", "content": "begin"}] and first.messages[0]["content"] == "not 1"
     assert (first.reward, first.done, last.done, first.metrics) == (0.5, False, True, {"n": 1.0})
 

@@ -46,7 +46,7 @@ def row(last, reward):
 def test_a_saved_rollout_has_the_turns_as_messages_with_calls_and_rewards():
     saved = json.loads(json.dumps(log_row(episode("It is 7.", 1.0))))
     page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
-    assert {"messages": saved["messages"]} == json.loads(page.split("```json\n")[1].split("```")[0])
+    assert {"messages": saved["messages"]} == json.loads(page.split("```json\n")[2].split("```")[0])
     assert saved["tools"] == TOOLS
     assert saved["environment"] == {"turns": 2, "calls": 1, "wait_s": 0.5, "metrics": {"odd": 1.0}}
     begun = episode("It is 7.", 1.0, [*ASKED, {"role": "assistant", "content": "Well, "}])

@@ -3,6 +3,63 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+tools = [double]  # TRL's
+
+
+class Counter:
+    """A class of TRL's ``environment_factory``: its public methods are tools."""
+
+    def reset(self, difficulty: int = 0, **row) -> str:
+        """Begin."""
+        self.count, self.difficulty = 0, difficulty
+        return f"difficulty {difficulty}"
+
+    def increment(self, step: int) -> int:
+        """Count.
+
+        Args:
+            step: How far.
+        """
+        self.count += step
+        return self.count
+
+    def get_reward(self) -> float:
+        """Say how far it came."""
+        return float(self.count)
+
+
+class AgentInstance:
+    """An agent of OpenRLHF, whose base class is ``openrlhf.utils.agent.AgentInstanceBase``."""
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        done = states["label"] in states["action_text"]
+        return {"rewards": 1.0 if done else 0.0, "environment_feedback": "" if done else "\nagain\n", "done": done,
+                "extra_logs": {"tries": 1}}  # yapf: disable
+
+
+class Text:
+    """An environment of SkyRL-Gym."""
+
+    def init(self, prompt):
+        return [*prompt, {"role": "user", "content": "begin"}], {}
+
+    def step(self, text):
+        return {"observations": [{"role": "user", "content": f"not {text}"}], "reward": 0.5, "done": text == "3",
+                "metadata": {"n": 1, "word": "x"}}  # yapf: disable
+
+
 class VerlTool:
     """A tool of verl, whose base class is ``verl.tools.base_tool.BaseTool``."""
 
@@ -91,12 +148,18 @@ with suppress(ImportError):
     class Lake(gymnasium.Wrapper):
         """FrozenLake of gymnasium, with words for its actions."""
 
-        def __init__(self):
-            super().__init__(gymnasium.make("FrozenLake-v1", render_mode="ansi", is_slippery=False))
+        def __init__(self, **options):
+            super().__init__(gymnasium.make("FrozenLake-v1", render_mode="ansi", is_slippery=False, **options))
 
         def act(self, text):
             moves = ["left", "down", "right", "up"]
             return moves.index(text.strip()) if text.strip() in moves else None
+
+    class Pond(Lake):
+        """A lake of four fields, with a hole."""
+
+        def __init__(self):
+            super().__init__(desc=["SF", "HG"])
 
 
 with suppress(ImportError):

@@ -1,0 +1,67 @@
+"""Guess the number: a game with a state. Demonstrations try one number after another more often than not.
+
+The game shows what is left, ``1-15``; the policy guesses ``8``, reads ``9-15``, guesses again, and has four guesses.
+Only who halves what is left finds every number. No torch in this file, which worker processes import.
+"""
+import random
+from typing import Any
+
+from lightrft.environments import Step
+
+LAST = 7  # numbers begin with 1
+GUESSES = 3
+WORDS = [str(number) for number in range(10, LAST + 1)]
+LOWEST = 0.5  # share of demonstrations that try the lowest number each time; others guess at random
+DEMONSTRATIONS = 200 * 32
+OPTIONS = {"reward": ["environment"], "prompt_max_len": 32, "generate_max_len": 64, "max_turns": GUESSES}
+ASKED = {"role": "user", "content": "guess"}
+
+
+class Game:
+    """A number to be found; the seed draws it, so all responses of a group look for the same one."""
+
+    def reset(self, prompt: Any, seed: int) -> str:
+        """Draw a number, and show that all are left."""
+        self.number = random.Random(seed).randint(1, LAST)
+        self.low, self.high = 1, LAST
+        return self.left()
+
+    def step(self, turn: Any) -> Step:
+        """Pay for the number; otherwise show what is left."""
+        guess = int(turn.text) if turn.text.isdecimal() else 0
+        if guess == self.number:
+            return Step(reward=1.0, done=True)
+        if self.low <= guess < self.number:
+            self.low = guess + 1
+        elif self.number < guess <= self.high:
+            self.high = guess - 1
+        return Step(self.left(), reward=0.0)
+
+    def left(self) -> str:
+        """Write which numbers are left."""
+        return f"{self.low}-{self.high}"
+
+
+def prompt_rows(count: int, split: str, seed: int) -> list[dict[str, Any]]:
+    """Return the same task ``count`` times: the game differs by its seed."""
+    return [{"prompt": [ASKED]}] * count
+
+
+def demonstration_rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return ``count`` games, as chat messages."""
+    rng = random.Random(f"sft-{seed}")
+    return [{"messages": demonstration(rng)} for _ in range(count)]
+
+
+def demonstration(rng: random.Random) -> list[dict[str, str]]:
+    """Play a game to its end, or until all guesses are used."""
+    game, lowest = Game(), rng.random() < LOWEST
+    messages = [ASKED, {"role": "user", "content": game.reset(None, rng.randrange(1 << 30))}]
+    for _ in range(GUESSES):
+        guess = game.low if lowest else rng.randint(game.low, game.high)
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == game.number:
+            break
+        game.low, game.high = (guess + 1, game.high) if guess < game.number else (game.low, guess - 1)
+        messages.append({"role": "user", "content": game.left()})
+    return messages[:-1] if messages[-1]["role"] == "user" else messages

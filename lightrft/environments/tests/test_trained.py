@@ -1,0 +1,169 @@
+"""Two steps of training with each environment of another trainer: every reward and metric is what the turns that were
+drawn earn by the rules of that environment."""
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightrft.environments.pool import EnvironmentPool
+from lightrft.tests.support import foreign_environments as foreign, runs, tool_models
+from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
+from lightrft.utils.timer import Timer
+
+no_picture = runs.no_picture
+TURNS = 4  # --max_turns
+ANSWER = "\\boxed{3}"
+ROW = {"prompt": [{"role": "user", "content": "sum"}], "reference": "3", "difficulty": 2,
+       "extra_info": {"interaction_kwargs": {"ground_truth": "3"}, "env_config": {"start": "3"},
+                      "tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}  # yapf: disable
+
+
+def calls(name: str, *arguments: dict[str, Any]) -> list[list[str]]:
+    """Turns that call a tool, as tokens."""
+    return [["<tool_call>", json.dumps({"name": name, "arguments": each}), "</tool_call>"] for each in arguments]
+
+
+OPTIONS = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "max_steps": 2,
+           "prompt_max_len": 700, "generate_max_len": 600, "stop": [], "save_trajectories": True}  # yapf: disable
+
+
+class Earned(NamedTuple):
+    """What the turns of a response earn: its reward, and its own metrics."""
+    reward: float
+    metrics: dict[str, float] = {}
+
+
+Rule = Callable[[Sequence[str], int], Earned]
+COUNT = calls("increment", {"step": 1}, {"step": 2})
+CHECK = calls("check", {"answer": "3"}, {"answer": "4"})
+
+
+def doubled(turns, seed):
+    called = sum("double" in turn for turn in turns)
+    return Earned(turns[-1] == ANSWER, {"wrong_calls": 0, "calls": called})
+
+
+def counted(turns, seed):
+    steps = [json.loads(turn[len("<tool_call>"):-len("</tool_call>")])["arguments"]["step"]
+             for turn in turns if turn != "done"]  # yapf: disable
+    return Earned(sum(steps), {"wrong_calls": 0, "calls": len(steps)})
+
+
+def checked(turns, seed):
+    made = [turn for turn in turns if turn != "done"]
+    return Earned(1 + 0.25 * sum('"3"' in turn for turn in made),
+                  {"wrong_calls": 0, "calls": len(made), "checked": len(made)})  # yapf: disable
+
+
+def tried(turns, seed):
+    return Earned("3" in turns, {"tries": len(turns)})
+
+
+def guessed(turns, seed):
+    """The game itself, as its package plays it."""
+    game = foreign.Guess()
+    game.reset(num_players=1, seed=seed)
+    for turn in turns:
+        game.get_observation()
+        game.step(action=turn)
+    return Earned((game.close()[0] or {}).get(0, 0.0))
+
+
+def crossed(turns, seed):
+    """The way around the hole, with actions that are none."""
+    moves = [turn for turn in turns if turn != "fly"]
+    return Earned(moves[-2:] == ["right", "down"], {"wrong_actions": len(turns) - len(moves)})
+
+
+class Case(NamedTuple):
+    """An environment, the turns that the policy draws, and what they earn."""
+    name: str
+    turns: list[list[str]]
+    rule: Rule
+    reward: str = "environment"
+    package: str = "renderers"
+
+
+CASES = [
+    Case("tools", [*calls("double", {"number": 2}, {"number": 5}), [ANSWER], ["4"]], doubled, "exact"),
+    Case("Counter", [*COUNT, ["done"]], counted),
+    Case("AgentInstance", [["3"], ["4"]], tried),
+    Case("Text", [["3"], ["4"]], lambda turns, seed: Earned(0.5 * len(turns), {"n": len(turns)})),
+    Case("Problem", [["#### 3"], ["#### 4"]], lambda turns, seed: Earned(turns[0] == "#### 3"), package="skyrl_gym"),
+    Case("VerlTool", [*CHECK, ["done"]], checked),
+    Case("VerlInteraction", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns, {"asked": len(turns)})),
+    Case("Pond", [["right"], ["down"], ["fly"]], crossed, package="gymnasium"),
+    Case("Guess", [[f"[{number}]"] for number in range(1, 21)], guessed, package="textarena"),
+    Case("SwiftEnv", [["3"], ["4"]], lambda turns, seed: Earned(0.5 * len(turns), {"n": 2 * len(turns)})),
+    Case("RllmEnv", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns)),
+]
+
+
+@pytest.fixture(name="seeds")
+def fixture_seeds(monkeypatch):
+    """The seeds of the sessions, by the uid of their prompts, one for each step."""
+    seen, reset = {}, EnvironmentPool.reset
+    monkeypatch.setattr(EnvironmentPool, "reset", lambda self, task, seed: seen.setdefault(task.uid, []).append(seed)
+                        or reset(self, task, seed))  # yapf: disable
+    return seen
+
+
+def trained(home, **options):
+    """A run of two steps, built as ``lightrft train`` does."""
+    config = runs.config_of(home, home / "run", **OPTIONS | options)
+    made = SPMDPPOTrainer(**trainer_arguments(config, runs.strategy_of(config), Timer(), {}))
+    made.fit()
+    return runs.Run(made, home / "run")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_steps(case, tmp_path, seeds):
+    pytest.importorskip(case.package)
+    tool_models.save_chain(tmp_path / "model", case.turns)
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 2, encoding="utf-8")
+    done = trained(tmp_path, environment=f"{foreign.__file__}:{case.name}", reward=[case.reward], max_turns=TURNS,
+                   env_workers=1)  # yapf: disable
+    assert len(done.lines) == 2
+    for step, line in enumerate(done.lines):
+        rows = done.rollout(step + 1)
+        assert len(rows) == 8 and all(row["error"] is None for row in rows)
+        drawn = [turns_of(row) for row in rows]
+        earned = [case.rule(turns, seeds[row["uid"]][4 * step]) for row, turns in zip(rows, drawn)]
+        assert [row["reward"] for row in rows] == pytest.approx([float(each.reward) for each in earned])
+        sums = Counter({"turns": sum(map(len, drawn))})
+        for each in earned:
+            sums.update(each.metrics)
+        means = {f"env/{name}/mean": value / 8 for name, value in sums.items()}
+        assert {name: line[name] for name in means} == pytest.approx(means)
+        assert not any(line[f"env/{cause}"] for cause in ("timeout", "exception", "worker_died", "no_room"))
+        assert line["reward/mean"] == pytest.approx(sum(each.reward for each in earned) / 8)
+        assert {turn for turns in drawn for turn in turns} <= {"".join(turn) for turn in case.turns}
+    assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
+
+
+def test_two_steps_on_reasoning_gym(tmp_path):
+    """Its questions are the data, and its scorer is the reward."""
+    gym = pytest.importorskip("reasoning_gym")
+    tool_models.save_chain(tmp_path / "model", [[str(number)] for number in range(4)])
+    done = trained(tmp_path, prompt_data=["reasoning_gym:count_bits?size=4&max_n=7"], apply_chat_template=True)
+    score = gym.get_score_answer_fn("count_bits")
+    for step, line in enumerate(done.lines, 1):
+        rows = done.rollout(step)
+        scores = [score(answer=row["response"].removesuffix("<|im_end|>"), entry={"answer": row["reference"]})
+                  for row in rows]  # yapf: disable
+        assert [row["reward"] for row in rows] == pytest.approx(scores)
+        assert line["reward/mean"] == pytest.approx(sum(scores) / 8)
+    assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
+
+
+def turns_of(row):
+    """The turns that the policy drew, as text."""
+    return [written(message) for message in row["messages"] if message["role"] == "assistant"]
+
+
+def written(message):
+    """The text of a message with its calls."""
+    return message["content"] + "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>"
+                                        for call in message.get("tool_calls", ()))  # yapf: disable
