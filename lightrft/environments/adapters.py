@@ -145,7 +145,8 @@ def _is_native(cls: type) -> bool:
 
 
 def _is_agent(cls: type) -> bool:
-    return _has("reset", "step")(cls) and "states" in parameters(cls, "step")
+    names = {"states", "state_dict"}  # those of OpenRLHF's examples, and of its base class
+    return _has("reset", "step")(cls) and bool(names & parameters(cls, "step").keys())
 
 
 def _is_swift(cls: type) -> bool:

@@ -267,7 +267,7 @@ class Player:
              *([(episode.prompt.token_ids, episode.response_ids)] if self.pool.info.reads_response else [])])
         cut, room = episode.finish_reason == "length", max_new_tokens - episode.response_len
         turn = TurnOfPolicy(text, calls, message or {"role": "assistant", "content": text}, play.turns, room, cut,
-                            *response, last=cut or play.turns + 1 >= self.max_turns)  # yapf: disable
+                            "".join(response), cut or play.turns + 1 >= self.max_turns)  # yapf: disable
         play.messages.append({"role": "assistant", "content": text})
         play.parsed += [message] if message else []
         play.turns, play.calls = play.turns + 1, play.calls + len(calls)

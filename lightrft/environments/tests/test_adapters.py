@@ -58,6 +58,8 @@ def test_an_agent_that_writes_text():
     info, _, first, last = play(foreign.AgentInstance, Turn("1"), Turn("3"))
     assert info.writes_marks and (first.text, first.reward, first.done) == ("\nagain\n", 0.0, False)
     assert (last.text, last.reward, last.done, last.metrics) == (None, 1.0, True, {"tries": 1.0})
+    as_its_base = type("Other", (foreign.AgentInstance, ), {"step": lambda self, state_dict, **kwargs: None})
+    assert adapter_of(as_its_base).info == info
 
 
 def test_a_text_environment():
