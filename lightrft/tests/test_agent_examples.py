@@ -21,11 +21,14 @@ GAINS = {"calculator": 0.6, "search": 0.3, "guess": 0.1, "spelling": 0.4}  # in 
 
 
 @pytest.fixture(name="agents")
-def fixture_agents(monkeypatch):
-    """The folder as the start of the path, whose modules are forgotten afterwards."""
+def fixture_agents():
+    """The folder as the start of the path; modules of examples are forgotten afterwards."""
     pytest.importorskip("renderers", reason="needs Python 3.11")
-    with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [str(AGENTS), *sys.path]):
+    with mock.patch.object(sys, "path", [str(AGENTS), *sys.path]):
         yield
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None) or "").startswith(str(AGENTS.parent)):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", ["search", "guess", "spelling"])
