@@ -305,7 +305,7 @@ def variants(ranks: int) -> dict[str, tuple[StrategyConfig, WrapPolicy | Sizes |
 def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder: Path, rigs: dict[str,
                                                                                                    MediaRig]) -> None:
     """All checks for one strategy; for tiles and sounds those that a tower of another form could change. On one rank
-    FSDP and ZeRO do what they do on two, but for the collectives: they are compared on each kind of data there."""
+    FSDP and ZeRO do what they do on two, but for the collectives: they are compared on mixed data there."""
     freeze_imports(cfg)
     strategy = get_strategy(cfg)
     if sizes is not None:
@@ -319,7 +319,7 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
         for rig in (hears, tiles, sees) if several else (hears, sees):
             case = cases[rig.folder.name] = MediaCase(strategy, own / rig.folder.name, rig=rig)
             case.folder.mkdir(exist_ok=True)
-            for data in OF_RIG.get(rig.folder.name, DATA):
+            for data in OF_RIG.get(rig.folder.name, DATA) if several or name == "single" else ("mixed", ):
                 same_steps(replace(case, data=data), 2 if rig is tiles else STEPS.get(data, 4))
         same_steps(replace(case, rig=rigs["does both"], data="kinds"))
         resumes_bitwise(case)

@@ -364,7 +364,8 @@ def run(name: str, cfg: StrategyConfig, sizes: WrapPolicy | Sizes | None, folder
             except AssertionError as error:
                 raise AssertionError(f"{name}, rank {strategy.rank}, {title}: {error}") from error
         unread_weights_stay(case)
-        recomputed_gradients_are_the_same(case)
+        if name not in BRIEF:
+            recomputed_gradients_are_the_same(case)
         if name in ("single", "fsdp", "zero2", "zero3"):
             other_optimizers(case)
         if not isinstance(sizes, Sizes) and name not in BRIEF:
