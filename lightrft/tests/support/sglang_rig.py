@@ -71,8 +71,17 @@ def import_models():
     """Import what each scheduler would, and hide it from its garbage collector, which an update of weights calls."""
     with isolated_environment(torch.device("cpu"), 1):
         import_module("sglang.srt.models.registry")
+        llava = import_module("sglang.srt.models.llava").LlavaForConditionalGeneration
+    llava._config_cls_name_to_arch_name_mapping = models_of_configs
     gc.collect()
     gc.freeze()
+
+
+def models_of_configs(_, auto):
+    """What SGLang's Llava looks up, name of a config class -> name of its model; SGLang itself imports every model of
+    transformers for it, eight seconds in each scheduler."""
+    mapping = auto._model_mapping
+    return {mapping._config_mapping[kind]: name for kind, name in mapping._model_mapping.items()}
 
 
 def forking(method, force=False, right=multiprocessing.set_start_method):
