@@ -22,6 +22,7 @@ from lightrft.tests.support.engine_rig import (EXACT, NEW, STOPS, frozen_weights
 from lightrft.tests.support.episodes import generate
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET, TWIN
 from lightrft.tests.support.hybrids import SYNCED
+from lightrft.tests.support.quick_starts import quick_starts
 from lightrft.tests.support.vision_rig import RawMedia
 from lightrft.types import Prompt
 from lightrft.utils.env import World
@@ -84,7 +85,8 @@ def family(request, tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.FAMILIES, request.param, (model_type, SIZES | changes))
     rig = Rig(tiny.save_model(tmp_path, request.param))
     yield rig
-    rig.vllm.shutdown()
+    with quick_starts():
+        rig.vllm.shutdown()
 
 
 @pytest.fixture(scope="module")

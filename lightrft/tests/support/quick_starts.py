@@ -19,7 +19,7 @@ def young(generation: int = 1) -> int:
 
 @contextmanager
 def quick_starts() -> Iterator[None]:
-    """Context of starts of vLLM; the first of a process puts its kernels there."""
+    """Context of starts and ends of vLLM; the first start of a process puts its kernels there."""
     from vllm.triton_utils import dispatcher
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", young)
