@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +46,8 @@ SAMPLES = 8
 class Case:
     """One comparison: its batch, its limit on responses, its optimizer and what TRL needs to be fast.
 
-    ``model``: its folder within that of the comparison; ``sees``: prompts have pictures; ``sides``: what is compared.
+    ``model``: its folder within that of the comparison; ``sees``: prompts have pictures; ``sides``: what is compared;
+    ``tools``: functions that the model may call, once; ``environ``: variables of the process.
     """
     prompts: int
     new_tokens: int
@@ -57,6 +58,8 @@ class Case:
     model: str = "sft/hf"
     sees: bool = False
     sides: tuple[str, ...] = ("trl", "lightrft", "lightrft, default")
+    tools: tuple[Callable[..., Any], ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
 
 
 def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
@@ -106,7 +109,8 @@ def rows(data: str) -> list[dict[str, Any]]:
     """Read a quickstart's prompts, with their answers in a column; those with pictures are without placeholders, for
     both trainers put the pictures first then."""
     import pyarrow.parquet as pq
-    found = [row | {"answer": row["reward_model"]["ground_truth"]} for row in pq.read_table(data).to_pylist()]
+    found = [row | {"answer": row["reference"] if "reference" in row else row["reward_model"]["ground_truth"]}
+             for row in pq.read_table(data).to_pylist()]  # yapf: disable
     if "images" not in found[0]:
         return [{name: row[name] for name in ("prompt", "answer")} for row in found]
     return [{"prompt": [turn | {"content": turn["content"].removeprefix("<image>")} for turn in row["messages"]],
@@ -180,14 +184,18 @@ def run_trl(case: Case, model: str, data: str, folder: str) -> Meter:
         return case.reward(**inputs)
 
     options = TRL | case.trl | {"output_dir": folder, "max_steps": case.steps + WARM_UP, "learning_rate": case.rate,
-                                "max_completion_length": case.new_tokens}  # yapf: disable
+                                "max_completion_length": case.new_tokens,
+                                "max_tool_calling_iterations": 1}  # yapf: disable
     classes = ("AutoModelForImageTextToText", "AutoProcessor") if case.sees else ("AutoModelForCausalLM",
                                                                                   "AutoTokenizer")
     load, read = (getattr(transformers, name).from_pretrained for name in classes)
-    prompts = Dataset.from_list(rows(data))
+    prompts, reader = Dataset.from_list(rows(data)), read(model)
+    if case.tools:
+        from trl.chat_template_utils import qwen3_template
+        reader.response_template = qwen3_template  # how its parser reads calls
     GRPOTrainer(load(model, dtype="float32", attn_implementation="sdpa"), counted, GRPOConfig(**options),
-                prompts.with_transform(opened) if case.sees else prompts, processing_class=read(model),
-                callbacks=[Steps()]).train()  # yapf: disable
+                prompts.with_transform(opened) if case.sees else prompts, processing_class=reader,
+                callbacks=[Steps()], tools=[*case.tools] or None).train()  # yapf: disable
     return meter
 
 
@@ -206,14 +214,17 @@ def run_lightrft(case: Case, model: str, data: str, folder: str, every: bool = F
     def counted(self: PPOTrainer, metrics: dict[str, float]) -> None:
         end_step(self, metrics)
         samples = int(metrics["rollout/samples"])
-        meter.add(int(metrics["rollout/tokens"]), samples, samples - int(metrics["rollout/dropped_samples"]))
+        drawn = metrics["rollout/tokens"] / samples
+        tokens = samples * metrics.get("rollout/whole_len/mean", drawn)  # TRL counts the results of tools too
+        meter.add(round(tokens), samples, samples - int(metrics["rollout/dropped_samples"]))
         meter.step()
 
     PPOTrainer._end_step = counted  # type: ignore[method-assign]
+    tools = {"tools": [*case.tools], "max_turns": 2} if case.tools else {}
     options = OURS | {"rollout_batch_size": case.prompts, "train_batch_size": case.prompts * SAMPLES,
                       "generate_max_len": case.new_tokens, "actor_learning_rate": case.rate,
                       "max_steps": case.steps + WARM_UP, "save_path": folder,
-                      "drop_zero_advantage": not every}  # yapf: disable
+                      "drop_zero_advantage": not every} | tools  # yapf: disable
     GRPO(model, case.reward, rows(data), **options).train()
     return meter
 
@@ -226,6 +237,7 @@ def measure(runner: Runner, case: Any, model: str, data: str) -> None:
     """Run one trainer in this process; print its result as the last line."""
     from transformers import set_seed
     set_seed(0)
+    os.environ |= case.environ
     with TemporaryDirectory() as folder:
         print(json.dumps(runner(case, model, data, folder).result()))
 

@@ -98,6 +98,21 @@ def test_the_page_shows_the_recorded_turns(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(rows) >= 3 and all(row in page for row in (*turns.HEADER.splitlines(), *rows)), rows
 
 
+def test_the_page_shows_the_recorded_steps_with_tools() -> None:
+    """TRL calls the tools of a batch one after another, so that its steps take their sum; here they take one call."""
+    found, page = recorded("tool_peers.json")
+    for run, sides in found["runs"].items():
+        for side, results in sides.items():
+            cpu, wall, tokens = (statistics.median(one[key] for one in results)
+                                 for key in ("cpu_s", "wall_s", "tokens"))
+            rate = statistics.median(ratios_of(sides, side))
+            waits = statistics.median(peer["wall_s"] / one["wall_s"] for one, peer in zip(results, sides["trl"]))
+            row = f"{run.split(',')[0]} | {side.replace('trl', 'TRL')} | {cpu:.2f} | {wall:.2f} | {tokens:.0f}"
+            assert f"| {row} | {rate:.2f}x | {waits:.2f}x |" in page, row
+    late = found["runs"]["0.5 s, threads 1"]
+    assert all(peer["wall_s"] > 3 * one["wall_s"] for one, peer in zip(late["lightrft"], late["trl"]))
+
+
 def ratios_of(sides: dict[str, list[dict[str, float]]], side: str) -> list[float]:
     return [one["tokens_per_cpu_s"] / peer["tokens_per_cpu_s"] for one, peer in zip(sides[side], sides["trl"])]
 
@@ -156,10 +171,13 @@ def test_readme_shows_the_recorded_seeds_of_the_quickstart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (PACKAGES / "trl").is_dir(), reason="TRL is missing: make oracles")
-@pytest.mark.parametrize("script, example", [("peers", "quickstart"), ("vl_peer", "quickstart_vl")])
-def test_both_trainers_make_the_same_steps(script: str, example: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script, example, longest", [("peers", "quickstart", 8), ("vl_peer", "quickstart_vl", 8),
+                                                      ("tool_peers", "agents", 48)])  # yapf: disable
+def test_both_trainers_make_the_same_steps(script: str, example: str, longest: int, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     if script == "vl_peer":
         pytest.importorskip("torchvision", reason="needs torchvision: make test installs it")
+    monkeypatch.setenv("AGENT", "calculator")
     made = run(ROOT / "examples" / example / "prepare.py", "--out", tmp_path, "--train_rows", 20, "--sft_rows", 20)
     assert made.returncode == 0, made.stderr
     (tmp_path / "sft").mkdir()
@@ -170,13 +188,13 @@ def test_both_trainers_make_the_same_steps(script: str, example: str, tmp_path: 
     found = json.loads((tmp_path / "out").read_text())
     assert found["trl"] == "1.16.0" and found["torch"] and found["cpu"]
     sides = found["runs"]["tiny, threads 1"]
-    for side in ("trl", "lightrft", "lightrft, default"):
-        (result, ) = sides[side]
+    assert [*sides] == ["trl", "lightrft"] + ["lightrft, default"] * (script != "tool_peers")
+    for side, (result, ) in sides.items():
         assert result["steps"] == 1 and result["samples"] == 16 and result["cpu_s"] > 0, (side, result)
-        assert 16 <= result["tokens"] <= 16 * 8 and f"| tiny | 1 | {side} |" in done.stdout, (side, result)
+        assert 16 <= result["tokens"] <= 16 * longest and f"| tiny | 1 | {side} |" in done.stdout, (side, result)
     trained = {side: result["trained"] for side, (result, ) in sides.items()}
-    assert trained == {"trl": 16, "lightrft": 16, "lightrft, default": trained["lightrft, default"]}
-    assert trained["lightrft, default"] < 16  # an untrained model's answers are all wrong
+    assert trained["trl"] == trained["lightrft"] == 16
+    assert trained.get("lightrft, default", 0) < 16  # an untrained model's answers are all wrong
 
 
 @pytest.mark.slow
