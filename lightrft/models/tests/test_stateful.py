@@ -212,9 +212,15 @@ ADAPTED = {
     "qwen3_5": "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj gate_proj",
     "qwen3_next": "in_proj_qkvz in_proj_ba out_proj shared_expert_gate",
     "jamba": "in_proj x_proj out_proj",
-    "nemotron_h": "in_proj"
+    "nemotron_h": "in_proj",
+    "kimi_linear": "b_proj f_a_proj f_b_proj g_a_proj g_b_proj kv_b_proj",
+    "lfm2": "in_proj out_proj w1",
+    "minimax": "qkv_proj output_gate out_proj",
+    "olmo_hybrid": "a_proj b_proj g_proj",
+    **dict.fromkeys(("bamba", "granitemoehybrid", "zamba2"), "in_proj out_proj"),
+    "falcon_h1": "in_proj",
 }  # yapf: disable
-REFUSED = {"jamba": "dt_proj", "qwen3_next": "gate_proj", "nemotron_h": "out_proj"}
+REFUSED = {"jamba": "dt_proj", "qwen3_next": "gate_proj", "nemotron_h": "out_proj", "falcon_h1": "out_proj"}
 
 
 @pytest.mark.parametrize("family", ADAPTED)

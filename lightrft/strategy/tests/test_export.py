@@ -7,6 +7,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightrft.cli import merge_lora
+from lightrft.cli.convert import convert
 from lightrft.config.rm_schema import RewardModelConfig
 from lightrft.config.schema import ModelConfig
 from lightrft.models.loader import load_actor, load_reward_model
@@ -101,3 +102,14 @@ def test_a_merged_adapter_keeps_them(with_mtp, tmp_path):
          str(tmp_path / "out")])
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[name], tensor.float()) for name, tensor in added.items())
+
+
+def test_a_converted_checkpoint_has_them(with_mtp, tmp_path):
+    """One that another program wrote of the weights that transformers loads."""
+    folder, added = with_mtp
+    dcp.save(tiny.model("qwen3_5", seed=1).state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "out", str(folder))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name].float(), tensor.float()) for name, tensor in added.items())
+    row, = _untrained(tmp_path / "out")
+    assert row[1].startswith("2 tensors, such as `mtp.fc.weight`, copied from the base model")
