@@ -14,6 +14,7 @@ class EngineCaps:
 
     Attributes:
         title: its name in messages.
+        module: module of its builder; empty: ``lightrft.rollout.NAME.engine``.
         install: command that installs the package of the same name; empty: it comes with lightrft.
         probe: imports of a run, which the doctor tries.
         coldest: it raises lower temperatures to this, or samples greedily, so that log-probs are not those trained.
@@ -55,9 +56,10 @@ class EngineCaps:
     counts_media: bool = False
     reads_media: bool = False
     states: bool = True
+    module: str = ""
 
 
-# values of --engine_type; lightrft.rollout.engines has the convention for their folders
+# values of --engine_type, to which plugins add; lightrft.rollout.engines has the convention for their folders
 ENGINES: dict[str, EngineCaps] = {
     "hf": EngineCaps("the HF engine", first_temperature=True),
     "vllm": EngineCaps(
@@ -112,7 +114,7 @@ def host_cache(share: float, total: float) -> float:
 class EngineConfig:
     """The engine, the lengths that it is started for, the restriction of the sampled distribution, and what answers the
     turns of the model."""
-    engine_type: str = option("hf", "rollout engine; hf needs no other package", tuple(ENGINES), common=True)
+    engine_type: str = option("hf", "rollout engine; hf needs no other package", ENGINES, common=True)
     prompt_max_len: int = option(1024, "longest prompt, in tokens; see --overlong_prompt", within=COUNT, common=True)
     generate_max_len: int = option(1024, "longest response, in tokens", within=COUNT, common=True)
     top_p: float = option(

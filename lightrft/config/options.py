@@ -1,7 +1,7 @@
 """Declaration of one option, its form as read from a dataclass, and the conversion and checks of its values."""
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ class ConfigError(UserError):
         super().__init__(head + "\n  ".join(self.problems))
 
 
-def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, within: str = "", why: str = "",
+def option(default: Any, text: str, choices: Collection[str] | None = None, *, within: str = "", why: str = "",
            needs: str = "", read_by: tuple[str,
                                            ...] = (), free: bool = False, preset: bool = False, common: bool = False,
            hint: str = "", card: str = "", path: str = "", required: str = "", bare: str = "") -> Any:
@@ -39,7 +39,8 @@ def option(default: Any, text: str, choices: tuple[str, ...] | None = None, *, w
     Args:
         default: its value when nothing sets it; lists and dicts are copied per instance.
         text: its help.
-        choices: of a closed set; of an option of type bool, the values that it may have beside true and false.
+        choices: of a closed set, or the keys of a mapping, to which plugins add; of an option of type bool, the values
+            that it may have beside true and false.
         within: the interval of a number, e.g. ``"(0, 1]"``; every numeric option has one.
         why: the reason for a bound that is not obvious.
         needs: another option and an example value, e.g. ``"kl_target 0.1"``, without which this one has no effect; of
@@ -82,7 +83,7 @@ class Option:
     optional: bool
     default: Any
     help: str
-    choices: tuple[str, ...] | None = None
+    choices: Collection[str] | None = None
     within: str = ""
     why: str = ""
     needs: str = ""
@@ -143,7 +144,7 @@ class Option:
             return value
         parsed = PARSERS[self.kind](value)
         if parsed is None:
-            words = " or ".join((EXPECTED[self.kind], *(self.choices or ()) * (self.kind is bool)))
+            words = " or ".join((EXPECTED[self.kind], *(self.choices if self.kind is bool and self.choices else ())))
             raise ConfigError(self._complaint(words, value))
         if (meant := synonym(self.name, str(parsed))) != str(parsed):
             get_logger().info("%s %s means %s here", self.flag, parsed, meant)
@@ -168,7 +169,7 @@ class Option:
         for name in TEXTS:
             if not isinstance(vars(self)[name], str):
                 return f"{name}={vars(self)[name]!r}: expected text"
-        texts = isinstance(self.choices, (list, tuple)) and all(isinstance(one, str) for one in self.choices)
+        texts = isinstance(self.choices, (list, tuple, Mapping)) and all(isinstance(one, str) for one in self.choices)
         if self.choices is not None and not (texts and self.kind in (str, bool)):
             return f"choices={self.choices!r}: expected a tuple of texts, for an option of type str or bool"
         return self._interval_mistake() or self._default_mistake()

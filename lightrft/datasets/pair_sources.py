@@ -29,8 +29,8 @@ class PairSource:
     join: Callable[[Rows], Rows] | None = None
 
 
-PAIR_SOURCES: Registry[Callable[[], PairSource]] = Registry("source of pairs")
-"""Name -> function that returns its :class:`PairSource`. Plugins may add entries."""
+PAIR_SOURCES: Registry[Callable[[], PairSource]] = Registry("source of rows")
+"""Name -> function that returns its :class:`PairSource`. Plugins add entries (docs/extending.md, A form of rows)."""
 LEVELS = 3  # folders above the file of the rows in which media are looked for
 
 

@@ -33,8 +33,8 @@ class Ranks:
         return value
 
     def columns(self, values: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Return the columns [B] of all sequences by key, from those of each rank [b], float64; NaN where the rank of
-        a sequence does not have the key."""
+        """Return the columns [B] of all sequences by key, from those of each rank [b]; NaN, or 0 of integers,
+        where the rank of a sequence does not have the key."""
         return values
 
     def stack(self, values: Tensor) -> Tensor:

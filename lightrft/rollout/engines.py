@@ -41,20 +41,20 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
 
 
 def builder_of(name: str) -> Callable[..., "RolloutEngine"]:
-    """Return the builder of the engine NAME, ``build_NAME_engine`` of ``lightrft.rollout.NAME.engine``. No package of
-    an engine is needed.
+    """Return the builder of the engine NAME, ``build_NAME_engine`` of ``lightrft.rollout.NAME.engine``, or of the
+    module that its capabilities name. No package of an engine is needed.
 
     Raises:
         UserError: there is no such engine, module or function, or this has other parameters.
     """
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
-    module = f"lightrft.rollout.{name}"
-    if not (find_spec(module) and find_spec(f"{module}.engine")):
-        raise UserError(f"--engine_type {name}: there is no module {module}.engine, in which its builder "
-                        f"build_{name}_engine is to be (docs/contributing.md, An engine)")
-    build: Any = vars(import_module(f"{module}.engine")).get(f"build_{name}_engine")
-    where = f"--engine_type {name}: build_{name}_engine of {module}.engine"
+    module = ENGINES[name].module or f"lightrft.rollout.{name}.engine"
+    if not (find_spec(module.rpartition(".")[0] or module) and find_spec(module)):
+        raise UserError(f"--engine_type {name}: there is no module {module}, in which its builder build_{name}_engine "
+                        "is to be (docs/contributing.md, An engine)")
+    build: Any = vars(import_module(module)).get(f"build_{name}_engine")
+    where = f"--engine_type {name}: build_{name}_engine of {module}"
     if not callable(build):
         raise UserError(f"{where} is not there; write it, as docs/contributing.md (An engine) shows")
     try:

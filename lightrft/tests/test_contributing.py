@@ -107,15 +107,15 @@ def python(tree):
     server.close()
 
 
-def train(python: PythonServer, tree: Path, home: Path, command: str) -> tuple[dict, list[dict]]:
-    """Run a command of the page in tiny sizes; return its options, flat, and its metrics."""
+def train(python: PythonServer, tree: Path, home: Path, command: str, **more: int) -> tuple[dict, list[dict]]:
+    """Run a command of the page in tiny sizes and ``more``; return its options, flat, and its metrics."""
     files = {"MODEL": home / "model", "DATA": home / "train.jsonl", "DEMOS": home / "demos.jsonl",
              "REWARD": home / "letters.py"}  # yapf: disable
     words = [str(files.get(word, word)) for word in command.split()]
     assert words[0] == "python", command
     sizes = TINY_SFT if "DEMOS" in command else TINY
     shutil.rmtree(tree / "out", ignore_errors=True)
-    python.run(*words[1:], *launch.flags(sizes | {"save_path": tree / "out"}))
+    python.run(*words[1:], *launch.flags(sizes | {"save_path": tree / "out"} | more))
     options = yaml.safe_load((tree / "out" / "config.yaml").read_text(encoding="utf-8"))
     flat = {name: value for group in options.values() if isinstance(group, dict) for name, value in group.items()}
     return flat, runs.read_lines(tree / "out" / "metrics.jsonl")
@@ -192,9 +192,13 @@ def test_an_engine(python, tree, home):
 
 
 def test_an_environment(python, tree, home):
-    _, (metrics, ) = train(python, tree, home, *RECIPES["An environment"].commands)
+    """Behind chats, which take more tokens."""
+    sizes = {"prompt_max_len": 64, "generate_max_len": 60, "save_trajectories": True}
+    _, (metrics, ) = train(python, tree, home, *RECIPES["An environment"].commands, **sizes)
     samples = runs.read_lines(tree / "out" / "rollouts" / "step_1.jsonl")
     assert any(re.search(r"\[\d+\]", sample["response"]) for sample in samples), samples
+    key = re.search(r"`(env/\S+)` is its metric", PAGE.read_text(encoding="utf-8"))[1]
+    assert metrics[key] > 0 and not metrics["env/exception"]
     assert metrics["rollout/mismatch/abs_logp_mean"] < 1e-5
 
 

@@ -2,6 +2,7 @@
 import json
 import pydoc
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,19 @@ import torch
 
 from lightrft.algorithms import ADVANTAGES, POLICY_LOSSES, table
 from lightrft.config.compat import ALIASES, GRANTED, REFUSED
+from lightrft.config.engines import ENGINES
 from lightrft.config.openrlhf_words import OPENRLHF
+from lightrft.config.options import ConfigError
 from lightrft.config.prompt_schema import MediaConfig
-from lightrft.config.schema import AlgorithmConfig, DataConfig
-from lightrft.config.tree import extended
+from lightrft.config.schema import AlgorithmConfig, Config, DataConfig
+from lightrft.config.tree import build, extended, options
 from lightrft.datasets import records, sft_dataset
 from lightrft.datasets.decoding import VIDEO_PIXELS
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_rows import COLUMNS, find_row_media
+from lightrft.datasets.pair_sources import load_entry, PAIR_SOURCES
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError
 from lightrft.datasets.waveform import MOST_CHANNELS, MOST_RATE
 from lightrft.models.loss import PolicyLoss
 from lightrft.ops.aggregate import Denominators
@@ -26,6 +31,7 @@ from lightrft.rewards.base import RewardInput
 from lightrft.rewards.spec import RECIPES
 from lightrft.rewards.workers.user_file import SIGNATURES, load, signature_of
 from lightrft.rollout.engine import RolloutEngine
+from lightrft.rollout.engines import builder_of
 from lightrft.tests.support import tiny
 from lightrft.tests.support.lightrft_flags import FLAGS
 from lightrft.tests.test_layering import LAYERS
@@ -195,6 +201,34 @@ def test_the_reward_files_of_the_docs_score(tmp_path):
                  "compute_score": {"boxed": 1.0}, "compute_scores": {}, "completions": {}}  # yapf: disable
         assert outcomes[0].extra == extra[message[-1]]
     assert message == list(SIGNATURES)
+
+
+def test_the_engine_of_a_plugin_can_be_chosen_and_is_built_by_its_file(tmp_path, monkeypatch):
+    block, = (text for text in code_blocks("extending.md", "python") if "EngineCaps" in text)
+    builder = "def build_plain_engine(cfg, actor, strategy, tokenizer, bf16):\n    pass\n"
+    (tmp_path / "own_engine.py").write_text(f"{block}\n\n{builder}", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = options(Config)["engine_type"]
+    with pytest.raises(ConfigError, match="--engine_type: expected one of hf, vllm, sglang, got 'plain'"):
+        chosen.convert("plain")
+    monkeypatch.setitem(ENGINES, "plain", None)  # it is taken back after the test
+    module = import_module("own_engine")
+    assert build(Config, {"engine_type": chosen.convert("plain")}).rollout.caps.title == "the plain engine"
+    assert builder_of("plain") is module.build_plain_engine
+
+
+def test_the_form_of_rows_of_the_docs_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(PAIR_SOURCES, "_entries", {})
+    block, = (text for text in code_blocks("extending.md", "python") if "PAIR_SOURCES" in text)
+    exec(block, {})
+    rows = [{"q": "2+3?", "a": "5"}, {"q": "1+1?"}]
+    for count in (1, 2):
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]), encoding="utf-8")
+    prompt, = load_entry(f"quiz:{tmp_path}/1.jsonl").rows
+    assert records.to_record(prompt, DataConfig(), "row").reference == "5"
+    with pytest.raises(DataError, match=r"2.jsonl, row 2: quiz: the row has no a \(it has q\)"):
+        load_entry(f"quiz:{tmp_path}/2.jsonl")
 
 
 def test_the_causes_of_unscored_rewards():

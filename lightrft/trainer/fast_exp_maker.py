@@ -22,12 +22,12 @@ from lightrft.trainer.advantage_calculator import AdvantageCalculator
 from lightrft.environments.play import Player
 from lightrft.trainer.environment import AnyEnvironment, turns_of
 from lightrft.trainer.logprob_pass import LogprobPass
-from lightrft.trainer.metric_sums import response_metrics
+from lightrft.trainer.metric_sums import number_metrics, response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
 from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import decode, group_seeds, respond, reward_input, sampling_params
-from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards
+from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards, take_numbers
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, by_group, Episode, MediaSource, Prompt, unfinished
 from lightrft.utils.lightrft_names import answers_names
@@ -302,6 +302,7 @@ class FastExperienceMaker:
                     baseline()
                 for sample, score in zip(samples, self.reward_listener.scores(), strict=True):
                     sample.score = score
+                    take_numbers(sample)
                     sample.steps = on_tokens(sample, score.steps, self.tokenizer)
                     if self.turn_rewards and sample.play is not None and score.total is not None:
                         weight = score.weights.get("environment", 0.0)
@@ -342,6 +343,7 @@ class FastExperienceMaker:
                 batch.step_rewards = step_rewards(shards.exp, numbers.tolist(), episodes, self.strategy)
             metrics |= self.calculator(batch, kl_coef)
             shards.update(batch)
+            metrics |= number_metrics(shards)
             metrics["rollout/kept_samples"] = (shards.kept > 0).sum().item()
         return Rollout(shards, plan, episodes, metrics)
 

@@ -115,7 +115,7 @@ def response_metrics(shards: Shards, seconds: float) -> dict[str, float]:
     one wrote anything.
     """
     lengths, tokens = shards.drawn.float(), shards.drawn.sum().double().item()
-    return number_metrics(shards) | _whole_lengths(shards) | {
+    return _whole_lengths(shards) | {
         "rollout/prompts": len(shards.group_ids.unique()),
         "rollout/samples": shards.size,
         "rollout/tokens": tokens,

@@ -12,13 +12,14 @@ from lightrft.datasets.records import Message, prefill_of
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.strategy.base import StrategyBase
-from lightrft.types import Batch, Episode
+from lightrft.types import Batch, Episode, NUMBERS
 from lightrft.types.fields import numbers_of
+from lightrft.utils.errors import UserError
 from lightrft.utils.play import BETWEEN, Play
 from lightrft.utils.score import Score
 
 Steps = list[tuple[int, float]]  # where each step ends, and its reward
-Columns = dict[str, Tensor]  # float64 [B] each, by name; NaN stands for a number that is missing
+Columns = dict[str, Tensor]  # [B] each, by name; scores are float64, and NaN stands for one that is missing
 
 
 def log_row(episode: Episode) -> dict[str, Any]:
@@ -62,9 +63,29 @@ def _chat(episode: Episode, play: Play) -> list[Message]:
     return chat
 
 
+def take_numbers(episode: Episode) -> None:
+    """Set the declared numbers of a scored episode that a reward returned beside its score, or its environment counted,
+    under their names.
+
+    Raises:
+        UserError: a number comes from two places.
+    """
+    score, play = episode.score or Score(None), episode.play
+    for name in NUMBERS:
+        given = {f"the reward {part}": score.parts.get(f"{part}/{name}") for part in score.weights}
+        given |= {"the environment": play.metrics.get(name) if play else None, "the rollout": episode.extra.get(name)}
+        values = {source: value for source, value in given.items() if value is not None}
+        if len(values) > 1:
+            raise UserError(
+                f"the number {name!r} of a response comes from {' and from '.join(values)}; rename it in one "
+                "of them")
+        episode.extra |= {name: value for value in values.values()}
+        NUMBERS.get(name).read(name, episode)  # refuses one for a number of every token, which is packed before
+
+
 def fill_rewards(batch: Batch, episodes: list[Episode], estimator: Advantage, ranks: Ranks = HERE) -> dict[str, float]:
-    """Fill the rewards of ``batch`` before shaping, and what its estimator needs, from the scores of all ranks; return
-    ``reward/*``.
+    """Fill the rewards of ``batch`` before shaping, what its estimator needs, and the numbers that are known by now,
+    from the episodes of all ranks; return ``reward/*``.
 
     Args:
         ranks: holds the indices in the batch of this rank's ``episodes``.
@@ -73,6 +94,7 @@ def fill_rewards(batch: Batch, episodes: list[Episode], estimator: Advantage, ra
     rewards, weights = table["sample"]["reward"], table["weight"]
     batch.scored = ~rewards.isnan()
     batch.rewards = torch.where(batch.scored, rewards, 0.0).float()
+    batch.extra.update(table["number"])
     metrics = _reward_metrics(table)
     if estimator.needs_parts:
         unjudged = torch.full_like(rewards, torch.nan)
@@ -87,14 +109,15 @@ def fill_rewards(batch: Batch, episodes: list[Episode], estimator: Advantage, ra
 
 def _gather(episodes: list[Episode], ranks: Ranks) -> dict[str, Columns]:
     """Gather the numbers of the scores of all ranks, by kind and name, in the same order on every rank."""
-    table: dict[str, Columns] = {kind: {} for kind in ("sample", "part", "weight", "error", "fault")}
+    table: dict[str, Columns] = {kind: {} for kind in ("sample", "part", "weight", "error", "fault", "number")}
     for (kind, name), column in sorted(ranks.columns(_columns(episodes)).items(), key=lambda item: item[0]):
         table[kind][name] = column
     return table
 
 
 def _columns(episodes: list[Episode]) -> dict[tuple[str, str], Tensor]:
-    """Return the numbers of the scores, float64 [n] by kind and name; NaN where an episode has none."""
+    """Return the numbers of the scores, float64 [n] by kind and name, NaN where an episode has none; and the declared
+    ones, in their types."""
     scores = [episode.score or Score(None) for episode in episodes]
     greedy = [episode.greedy or (None, 0) for episode in episodes]
     columns: dict[tuple[str, str], list[float | None]] = {("sample", "reward"): [score.total for score in scores],
@@ -105,10 +128,12 @@ def _columns(episodes: list[Episode]) -> dict[tuple[str, str], Tensor]:
                          ("fault", [{score.fault: 1} if score.fault else {} for score in scores])):  # yapf: disable
         for name in set().union(*tables):
             columns[kind, name] = [table.get(name) for table in tables]
+    numbers = {name: declared for name in NUMBERS if (declared := NUMBERS.get(name)).axis == "B"}
     return {
         key: torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
         for key, values in columns.items()
-    }
+    } | {("number", name): declared.pack([declared.read(name, episode) for episode in episodes])
+         for name, declared in numbers.items()}  # yapf: disable
 
 
 def _stack(columns: list[Tensor], size: int) -> Tensor:

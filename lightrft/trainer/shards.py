@@ -47,7 +47,8 @@ class BatchRanks(Ranks):
         whole: dict[Any, Tensor] = {}
         for index, columns in self.strategy.all_gather_object((self.index, values)):
             for key, value in columns.items():
-                column = whole.setdefault(key, torch.full((self.size, ), torch.nan, dtype=torch.float64))
+                column = whole.setdefault(key,
+                                          value.new_full((self.size, ), torch.nan if value.is_floating_point() else 0))
                 column[index] = value
         return whole
 

@@ -202,7 +202,7 @@ def test_rows_that_are_not_of_the_source_are_refused(tmp_path, capsys):
 
 def test_entries_and_sources(tmp_path):
     """An unknown source lists the known ones, also before a run; other entries stay what they are."""
-    with pytest.raises(UserError, match=r"unknown source of pairs 'hpdv2' .did you mean hpdv3.*: audio-alpaca, hpdv3"):
+    with pytest.raises(UserError, match=r"unknown source of rows 'hpdv2' .did you mean hpdv3.*: audio-alpaca, hpdv3"):
         parse_source("hpdv2:some.json")
     assert parse_source("hpdv3:some.json") == ("hpdv3", "some.json")
     (tmp_path / "a:b").write_text("")

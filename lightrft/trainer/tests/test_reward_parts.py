@@ -1,4 +1,6 @@
 """The parts of the reward on their way to gdpo, where each sample may have others."""
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,9 +10,11 @@ from lightrft.rewards.base import Outcome
 from lightrft.rewards.spec import RewardPart
 from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.scores import fill_rewards
+from lightrft.trainer.scores import fill_rewards, log_row, take_numbers
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
-from lightrft.types import Episode, Prompt
+from lightrft.types import Episode, number, NUMBERS, Prompt
+from lightrft.utils.errors import UserError
+from lightrft.utils.play import Play
 from lightrft.utils.score import Score
 
 no_picture = runs.no_picture
@@ -41,6 +45,37 @@ class TwoParts(runs.Judge):
         """Parts by data source."""
         short = RewardPart("short", fast=lambda item: Outcome(1 / (1 + len(item.response))))
         return [(self.part, 1.0), (short, 0.25)] if item.data_source == "even" else [(self.part, 2.0)]
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """Numbers of a response and of a token."""
+    monkeypatch.setattr(NUMBERS, "_entries", {})
+    number("doubt", dtype=torch.int64, missing=-1)
+    number("delay", "T")
+
+
+def test_a_declared_number_of_a_reward_or_an_environment_is_in_the_batch_and_in_the_rows(declared):
+    rows = [row({"math": 1.0, "math/doubt": 3.0, "math/other": 5.0}, {"math": 1.0}), row({"math": 0.0}, {"math": 1.0}),
+            row({}, {})]  # yapf: disable
+    rows[2].play = Play(metrics={"doubt": 2.0, "others": 1.0})
+    exp = batch([0.0] * 3)
+    for each in rows:
+        take_numbers(each)
+    fill_rewards(exp, rows, GDPO)
+    assert torch.equal(exp.extra["doubt"], torch.tensor([3, -1, 2]))
+    assert [log_row(each).get("numbers") for each in rows] == [{"doubt": 3.0}, None, {"doubt": 2.0}]
+
+
+@pytest.mark.parametrize("given, wanted", [
+    (row({"math/doubt": 1.0, "exact/doubt": 1.0},
+         {"math": 0.5, "exact": 0.5}), "the reward math and from the reward exact"),
+    (replace(row({"math/doubt": 1.0}, {"math": 1.0}), extra={"doubt": 1}), "the reward math and from the rollout"),
+    (row({"math/delay": 1.0}, {"math": 1.0}), "'delay' of response 0 .* is 1.0; set a list with a number for each of")
+])
+def test_a_number_of_two_places_or_of_tokens_is_refused(declared, given, wanted):
+    with pytest.raises(UserError, match=wanted):
+        take_numbers(given)
 
 
 def test_the_parts_of_a_run_reach_the_estimator(home, tmp_path):

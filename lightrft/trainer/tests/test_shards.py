@@ -26,7 +26,7 @@ from lightrft.trainer.metric_sums import number_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits, plan_mini_batch
 from lightrft.trainer.samples import group_seeds
-from lightrft.trainer.scores import fill_rewards
+from lightrft.trainer.scores import fill_rewards, take_numbers
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, number as declare, NUMBERS, Prompt, Segment
 from lightrft.utils.score import Score
@@ -195,7 +195,7 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
 @pytest.mark.parametrize("more", [{}, {"reward_clip": 0.5, "overlong_buffer": True, "mask_truncated": True}], ids=str)
 @pytest.mark.parametrize("name", ours(ADVANTAGES))
 def test_advantages_do_not_depend_on_the_ranks(name, more):
-    """Every estimator, with the KL in the reward, running statistics and high-entropy tokens."""
+    """Every estimator, with the KL in the reward, running statistics, high-entropy tokens and a number of a reward."""
 
     def work(strategy):
         shards, _ = shards_of(strategy)
@@ -208,18 +208,24 @@ def test_advantages_do_not_depend_on_the_ranks(name, more):
         calculator, batch = get_advantage_calculator(cfg, reward, 14), shards.batch()
         ranks = BatchRanks(strategy, numbers, shards.size)
         episodes = [scored(number) for number in numbers.tolist()]
+        for episode in episodes:
+            episode.score.parts |= {"a/unset": episode.index} if episode.index % 2 else {}
+            take_numbers(episode)
         metrics = fill_rewards(batch, episodes, calculator.estimator, ranks) | calculator(batch, 0.2)
         shards.update(batch)
         return shards.collect(list(range(GROUPS * SIZE))), metrics, calculator.state_dict()
 
     (one, metrics, state), = World(1).run(work)
     assert one.advantages.any() and metrics["reward/unscored/lost"] == 1
+    odd = one.indices % 2 == 1
+    torch.testing.assert_close(one.extra["unset"], torch.where(odd, one.indices.float(), torch.nan), equal_nan=True)
     for ranks in (2, 3, 7):
         for other, found, moments in World(ranks).run(work):
             assert found == pytest.approx(metrics, abs=1e-5) and moments == state
             for field, value in vars(one).items():
                 if isinstance(value, torch.Tensor):
                     torch.testing.assert_close(vars(other)[field], value, atol=1e-5, rtol=1e-5, equal_nan=True)
+            torch.testing.assert_close(dict(other.extra), dict(one.extra), equal_nan=True)
 
 
 def test_bound_sequences_share_a_micro_batch():
