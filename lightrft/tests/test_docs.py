@@ -226,7 +226,7 @@ def test_the_form_of_rows_of_the_docs_is_read(tmp_path, monkeypatch):
         path = tmp_path / f"{count}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]), encoding="utf-8")
     prompt, = load_entry(f"quiz:{tmp_path}/1.jsonl").rows
-    assert records.to_record(prompt, DataConfig(), "row").reference == "5"
+    assert records.to_prompt(prompt, DataConfig(), "row").reference == "5"
     with pytest.raises(DataError, match=r"2.jsonl, row 2: quiz: the row has no a \(it has q\)"):
         load_entry(f"quiz:{tmp_path}/2.jsonl")
 
