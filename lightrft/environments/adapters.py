@@ -3,7 +3,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightrft.environments.base import Info, Message, Step, Task, Turn
+from lightrft.environments.base import Info, Message, Step, Task, Turn, UnreadMedia
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
 from lightrft.environments.interop import called, MadePerRow, number, numbers, parameters, row_of, taken
 from lightrft.environments.tools import ToolBox, ToolEnvironment
@@ -93,10 +93,16 @@ class AgentInstance:
         self.observation = (states or {}).get("observation", prompt.text)
 
     async def step(self, turn: Turn) -> Step:
-        """Pass the action; the feedback is appended as it is."""
+        """Pass the action; the feedback is appended as it is.
+
+        Raises:
+            UnreadMedia: the feedback has pictures.
+        """
         states = {"observation_text": self.observation, "action_text": turn.text, "label": self.label,
                   "sampling_params": None}  # yapf: disable
         answer = await called(self.inner.step, states)
+        if answer.get("environment_images"):
+            raise UnreadMedia(["image"])
         feedback = answer.get("environment_feedback") or ""
         self.observation += turn.text + feedback
         logs = {key: float(value) for key, value in (answer.get("extra_logs") or {}).items()}

@@ -1,5 +1,5 @@
 """Contract of environments. Nothing here imports torch: worker processes import this module."""
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,3 +128,16 @@ class Failure:
     the run."""
     cause: str
     detail: str = ""
+
+
+class UnreadMedia(TypeError):
+    """An environment answers with media, which are no part of observations: the run ends.
+
+    Args:
+        kinds: of the media.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__(
+            f"an environment answered with {', '.join(kinds)}, and observations are texts. Let it describe "
+            "what it shows, or put the picture into the prompt of the row (its column 'images')")

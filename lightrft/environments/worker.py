@@ -18,7 +18,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightrft.environments.base import EnvironmentSpec, Message, Step, Task, Turn
+from lightrft.environments.base import EnvironmentSpec, Message, Step, Task, Turn, UnreadMedia
 from lightrft.environments.loading import load
 from lightrft.rewards.workers.event_loop import LOOP_FILES
 from lightrft.rewards.workers.lifetime import die_with, end_group
@@ -68,10 +68,6 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
 
 
-class UnreadMedia(TypeError):
-    """An environment answers with a medium."""
-
-
 def _media_in(messages: Any) -> list[str]:
     """Return the kinds of media in messages whose content is a list of parts."""
     contents = [each.get("content") for each in messages
@@ -91,9 +87,7 @@ def messages_of(value: Any) -> list[Message]:
         return []
     listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if kinds := _media_in(listed):
-        raise UnreadMedia(
-            f"an environment answered with {', '.join(kinds)}, and observations are texts. Let it describe "
-            "what it shows, or put the picture into the prompt of the row (its column 'images')")
+        raise UnreadMedia(kinds)
     if not isinstance(listed, (list, tuple)) or not all(
             isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
             for each in listed):  # yapf: disable
