@@ -61,10 +61,11 @@ def test_a_device_is_needed(tmp_path):
 @pytest.mark.slow
 def test_real_kernels_compute_what_transformers_computes():
     """Those of the release that is pinned, in Triton's interpreter; and this library's, of log-probs and of a decode
-    step, what float64 does."""
+    step, what float64 does. And those of flash-linear-attention take the arguments that layers give them."""
     files = [f"{FOLDER}/{name}_interpreted.py" for name in ("liger", "head", "attention")]
+    files.append("lightrft/models/tests/test_stateful.py::test_the_kernel_takes_the_arguments_of_the_layer")
     code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", *files, TRITON_INTERPRET="1")
-    assert code == 0 and "32 passed" in said, said[-8000:]
+    assert code == 0 and "33 passed" in said, said[-8000:]
 
 
 @pytest.mark.slow
