@@ -20,7 +20,8 @@ import sys, time
 from lightrft.environments.base import EnvironmentSpec, Task, Turn
 from lightrft.environments.pool import EnvironmentPool
 pool = EnvironmentPool(EnvironmentSpec(sys.argv[1], "Faulty"), 2, 60.0)
-sessions = [pool.reset(Task("u", "text"), seed)[0] for seed in (0, 1)]
+opened = [pool.reset(Task("u", "text"), seed) for seed in (0, 1)]
+sessions = [session for session, answer in opened if answer.result(60)]
 started = [pool.step(session, Turn("start")).result(60).messages[0]["content"] for session in sessions]
 pool.step(sessions[0], Turn("hang"))
 print(*pool.pids, *started, flush=True)
@@ -116,7 +117,7 @@ def test_a_worker_that_the_system_does_not_start(caplog):
     try:
         with pytest.raises(UserError, match=r"cannot be started: Too many open files. .*ulimit -n.*--env_workers"):
             EnvironmentPool(EnvironmentSpec(FILE, "Faulty"), 1, LIMIT_S)
-        sessions = [spare.reset(Task("u", "text"), seed)[0] for seed in range(3)]
+        sessions = opened(spare, range(3))
         answers = [step(spare, session, "a") for session in sessions]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
