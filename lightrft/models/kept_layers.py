@@ -2,6 +2,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+_KINDS = ("layer_types", "block_type")  # ends of the names of lists of kinds, of one layer too
 _OTHERS = ("token_id", "multipliers")  # ends of the names of other lists, which may be as long
 SHARED = "num_kv_shared_layers"  # the last ones, which have no keys and values of their own
 
@@ -25,7 +26,8 @@ def lists_of_layers(text: Any) -> dict[str, list[Any]]:
     """Return the fields of a text config that list a value for each of its layers, by name."""
     count = text.num_hidden_layers
     return {name: values for name, values in vars(text).items()
-            if isinstance(values, list) and len(values) == count > 1 and not name.endswith(_OTHERS)}  # yapf: disable
+            if isinstance(values, list) and len(values) == count
+            and (name.endswith(_KINDS) or count > 1 and not name.endswith(_OTHERS))}  # yapf: disable
 
 
 def first_shared(text: Any) -> int:
