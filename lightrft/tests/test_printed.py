@@ -62,6 +62,8 @@ ELSEWHERE = {
     ("docs/gpu.md", "bash", "python3 -m benchmarks.gpu"): "tests/test_gpu_runner.py",
     ("examples/trainers/README.md", "bash", ""): "tests/test_trainer_examples.py",
     ("docs/rewards.md", "python", ""): "tests/test_docs.py",
+    ("docs/extending.md", "python", "from lightrft.config.engines"): "tests/test_docs.py",
+    ("docs/extending.md", "python", '"""Rows of a quiz'): "tests/test_docs.py",
     ("docs/coming_from.md", "python", "import argparse\n"): "tests/test_from_lightrft.py",
     ("docs/python.md", "python", "from lightrft import GRPO\n\nrun = "): "tests/test_ten_lines.py",
     ("docs/quickstart.md", "python", "import io\n"): "tests/test_quickstart_vl.py",
@@ -330,6 +332,9 @@ def save_data(folder: Path) -> None:
         shutil.copy(ROOT / "examples" / "gsm8k_geo3k" / "data" / "raw_200.jsonl", hub / f"{split}.jsonl")
     for name in ("my_algorithm.py", "my_loss.py"):
         shutil.copy(ROOT / "docs" / name, folder)
+    quiz, = (block.text for block in blocks_of("docs/extending.md") if "PAIR_SOURCES.register" in block.text)
+    (folder / "quiz.py").write_text(quiz, encoding="utf-8")
+    tiny_task.write_rows(folder / "rows.jsonl", [{"q": prompt, "a": right} for prompt, right, _ in asked])
 
 
 @pytest.fixture(name="place", scope="module")

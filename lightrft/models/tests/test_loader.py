@@ -294,7 +294,16 @@ def test_the_context_that_a_config_describes(broken, changes, context):
         check_context(str(broken), max_len=context + 1)
 
 
-def test_loading_shows_no_progress_bar(path, capfd):
-    assert hf_logging.is_progress_bar_enabled()
+@pytest.fixture(name="bars")
+def fixture_bars():
+    """Progress bars of transformers are on, as at the start of a program, whatever other tests have left."""
+    before = hf_logging.is_progress_bar_enabled()
+    hf_logging.enable_progress_bar()
+    yield
+    if not before:
+        hf_logging.disable_progress_bar()
+
+
+def test_loading_shows_no_progress_bar(path, capfd, bars):
     load_actor(ModelConfig(pretrain=str(path)))
     assert "Loading weights" not in capfd.readouterr().err and hf_logging.is_progress_bar_enabled()

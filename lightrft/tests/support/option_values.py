@@ -12,7 +12,7 @@ def other_value(option: Option) -> Any:
     if option.name == "stages":
         return ["8:2", "7"]
     if option.choices:
-        choice = next((choice for choice in option.choices if choice != option.default), option.choices[0])
+        choice = next((choice for choice in option.choices if choice != option.default), option.default)
         return [choice] if option.many else choice
     value = not option.default if option.kind is bool else SAMPLES[option.kind]
     return [value, value] if option.many else value

@@ -20,7 +20,8 @@ def trainer_of(name, home, save, **options):
     data, own = ROWS[name]
     whole, part = home / f"{data}.jsonl", home / f"few_{data}.jsonl"
     part.write_text("".join(line + "\n" for line in whole.read_text().splitlines()[-4:]))
-    own = own | ({"teacher_model": str(home / "other")} if name == "kd" else {})
+    own = {option: value.replace("{home}", str(home)) if isinstance(value, str) else value
+           for option, value in own.items() if option != "pretrain"}  # yapf: disable
     command = OFFLINE[name]
     sources = {"train_data": [str(part), str(whole)]}
     return runs.trainer_of(command.trainer_class(), command.tree, home, save, data, **sources | own | MIX | options)
