@@ -21,7 +21,7 @@ IMAGE_NAME ?= lightrft:$(VERSION)$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 GPU = $(VENV)-gpu$(if $(filter-out vllm,$(ENGINE)),-$(ENGINE))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vl quickstart-audio test layers registry browser numeric chain chain-answers chain-whole newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
+.PHONY: help quickstart quickstart-vl quickstart-audio test layers registry browser numeric chain chain-answers chain-agents chain-whole newest oracles peers gpu gpu-reduced gpu-image format fcheck docs docs-live dbuild dpush constraints
 
 help:
 	@head -3 $(firstword $(MAKEFILE_LIST)) | sed 's/^# //'
@@ -64,19 +64,21 @@ numeric: $(DEV)
 	  $(patsubst %,--ignore lightrft/%.py,$(NOT_NUMERIC)) $(addprefix lightrft/,ops algorithms models trainer) $(ARGS)
 
 # Everything that learns from answers, on one seed: it ends with an error if one of them misses its aim. Its student is at
-# its teacher after two epochs, a third of those of the docs. And the tests of whole quickstarts that see and hear, of the
-# examples of agents, of those that train on pairs, of further families in vLLM, and of every command of
-# docs/word_for_word.md. About twenty minutes; `make -j2 chain` runs both at once, each on one core.
-chain: chain-answers chain-whole
+# its teacher after two epochs, a third of those of the docs. The examples of agents, which learn from nothing. And the
+# tests of whole quickstarts that see and hear, of the examples that train on pairs, of further families in vLLM, and of
+# every command of docs/word_for_word.md. About twenty minutes; `make -j2 chain` runs two at once, each on one core.
+chain: chain-answers chain-agents chain-whole
 
 chain-answers: $(DEV)
 	$(BIN)/python -W ignore benchmarks/preference_chain.py --seeds 1 --student_epochs 2 $(ARGS)
 
+chain-agents: $(DEV)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m whole --durations 4 lightrft/tests/test_agent_examples.py
+
 chain-whole: $(DEV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m whole --durations 5 \
 	  lightrft/tests/test_quickstart_vl.py lightrft/tests/test_quickstart_hybrid.py lightrft/tests/test_examples.py \
-	  lightrft/tests/test_agent_examples.py lightrft/tests/test_openrlhf_loops.py lightrft/tests/test_word_for_word.py \
-	  lightrft/rollout/tests/test_vllm_ranks.py
+	  lightrft/tests/test_openrlhf_loops.py lightrft/tests/test_word_for_word.py lightrft/rollout/tests/test_vllm_ranks.py
 
 # The newest transformers, in a folder of its own before the rest, and the suite without engines, which hold it back.
 # Releases of torch without a build for CPUs cannot be tried here.
