@@ -322,19 +322,17 @@ def save_data(folder: Path) -> None:
     answered = [{"input": prompt, "output": text} for prompt, *texts in asked[:4] for text in texts]
     files = {"DATA/train": answers, "DATA/test": answers[:8], "train": answers, "test": answers[:8], "demos": answers,
              "held_out": answers[:8], "pairs": pairs, "held_out_pairs": pairs[:8], "steps": solutions,
-             "held_out_steps": solutions[:8], "judged": judged, "answered": answered}  # yapf: disable
+             "held_out_steps": solutions[:8], "judged": judged, "answered": answered,
+             "rows": [{"q": prompt, "a": right} for prompt, right, _ in asked]}  # yapf: disable
     (folder / "DATA").mkdir()
     for name, rows in files.items():
         tiny_task.write_rows(folder / f"{name}.jsonl", rows)
-    hub = folder / "openai" / "gsm8k" / "main"
-    hub.mkdir(parents=True)
+    (hub := folder / "openai" / "gsm8k" / "main").mkdir(parents=True)
     for split in ("train", "test"):
         shutil.copy(ROOT / "examples" / "gsm8k_geo3k" / "data" / "raw_200.jsonl", hub / f"{split}.jsonl")
     for name in ("my_algorithm.py", "my_loss.py"):
         shutil.copy(ROOT / "docs" / name, folder)
-    quiz, = (block.text for block in blocks_of("docs/extending.md") if "PAIR_SOURCES.register" in block.text)
-    (folder / "quiz.py").write_text(quiz, encoding="utf-8")
-    tiny_task.write_rows(folder / "rows.jsonl", [{"q": prompt, "a": right} for prompt, right, _ in asked])
+    (folder / "quiz.py").write_text(next(it.text for it in blocks_of("docs/extending.md") if "PAIR_SOURCES" in it.text))
 
 
 @pytest.fixture(name="place", scope="module")
