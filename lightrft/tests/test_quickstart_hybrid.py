@@ -41,3 +41,4 @@ def test_the_page_shows_the_stored_run():
     page = " ".join((ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split())
     assert f"solved {before} of 500 held-out problems before GRPO, {five} after 5 steps and {after} after 10" in page
     assert f"took {found['cpu_seconds_of_grpo']} CPU seconds" in page
+    assert all(f"{start} to {end} with seed {seed}" in page for seed, (start, end) in found["other_seeds"].items())
