@@ -21,6 +21,18 @@ class CallForm(Protocol):
         """Return the text, the thoughts and the calls of a turn, wrong ones too."""
 
 
+class Turns:
+    """Texts of turns; the special tokens of the tokenizer are looked up once, and not for every turn."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.ends = tokenizer, special_ids(tokenizer)
+
+    def text(self, ids: list[int]) -> str:
+        """Return the text of a turn without its end token."""
+        body = ids[:-1] if ids and ids[-1] in self.ends else ids
+        return str(self.tokenizer.decode(body, skip_special_tokens=False))
+
+
 class HarmonyCalls:
     """Channels of gpt-oss: thoughts in ``analysis``, calls in ``commentary to=functions.NAME``, the text in ``final``.
 
@@ -30,7 +42,7 @@ class HarmonyCalls:
     MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+        self.turns = Turns(tokenizer)
         self.ids = {mark.strip("<|>"): _id(tokenizer, mark) for mark in self.MARKS}
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
@@ -38,9 +50,9 @@ class HarmonyCalls:
         """See :class:`CallForm`. A turn that ends as a call without being one has a malformed call."""
         from renderers import ParsedToolCall, ToolCallParseStatus
         from renderers.parsing import parse_gpt_oss
-        parsed = parse_gpt_oss(self.tokenizer, self._opening(token_ids, prompt_ids or []) + token_ids,
+        parsed = parse_gpt_oss(self.turns.tokenizer, self._opening(token_ids, prompt_ids or []) + token_ids,
                                **{f"{name}_id": number for name, number in self.ids.items()})  # yapf: disable
-        raw = _decode(self.tokenizer, token_ids)
+        raw = self.turns.text(token_ids)
         if token_ids[-1:] == [self.ids["call"]] and not parsed.tool_calls:
             parsed.tool_calls.append(ParsedToolCall(raw, status=ToolCallParseStatus.MALFORMED_STRUCTURE))
         elif not (parsed.tool_calls or parsed.content or parsed.reasoning_content):
@@ -67,13 +79,13 @@ class LlamaCalls:
     _START = re.compile(r'\[?\s*\{\s*"(type|name|function|parameters)"')
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+        self.turns = Turns(tokenizer)
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
                        prompt_ids: list[int] | None = None) -> "ParsedResponse":
         """See :class:`CallForm`. Without tools, an object is a text."""
         from renderers import ParsedResponse
-        whole = _decode(self.tokenizer, token_ids).strip()
+        whole = self.turns.text(token_ids).strip()
         thoughts = self._THOUGHTS.match(whole)
         text = whole[thoughts.end():] if thoughts else whole
         content, tag, body = text.partition(self._TAG)
@@ -147,9 +159,3 @@ def _has(tokenizer: PreTrainedTokenizerBase, marks: Sequence[str]) -> bool:
 
 def _id(tokenizer: PreTrainedTokenizerBase, mark: str) -> Any:
     return tokenizer.convert_tokens_to_ids(mark)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Return the text of a turn without its end token."""
-    body = ids[:-1] if ids and ids[-1] in special_ids(tokenizer) else ids
-    return str(tokenizer.decode(body, skip_special_tokens=False))
