@@ -100,7 +100,7 @@ def rollout(graphs: Counted, space: Workspace, episodes: list[Episode], lengths:
     """Generate the responses of ``episodes`` once."""
     params, stub = space.sizes.params, cast(Any, lengths)
     queue = ResponseQueue()
-    queue.submit(episodes, params, False)
+    queue.submit({episode.key: episode for episode in episodes}, params, False)
 
     def decode_pass(tokens: Tensor, positions: Tensor, view: Any) -> Tensor:
         return torch.zeros(positions.shape[0], 2)

@@ -3,7 +3,6 @@ from lightrft.utils.registry import lazy_exports
 
 _HOMES = {
     "generate": "lightrft.rollout.scheduler",
-    "Generated": "lightrft.rollout.engine",
     "RolloutEngine": "lightrft.rollout.engine",
     "SamplingParams": "lightrft.rollout.engine",
     "get_engine": "lightrft.rollout.engines",

@@ -1,8 +1,8 @@
 """Interface of every rollout engine."""
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     first_temperature: float | None = None
     repetition_penalty: float = 1.0
-
-
-class Generated(NamedTuple):
-    """Tokens that a response has drawn since its last report, up to its end, a stop token or an abort.
-
-    ``segments``: the tokens (a matched stop token included) and their log-probs, in nats, under the distribution that
-    was sampled (after temperature, top-k, top-p, min-p; for greedy: the temperature-1 softmax); one per version of the
-    weights that drew them. ``finish_reason`` is one of :data:`FINISH_REASONS`.
-    """
-    key: Key
-    segments: list[Segment]
-    finish_reason: str
 
 
 def refuse_media(engine: str, kinds: Iterable[str], reason: str) -> None:
@@ -95,10 +83,15 @@ class SteppedEngine(Protocol):
     """An engine that generates in rounds, and takes episodes at any time. A
     :class:`~lightrft.rollout.scheduler.Scheduler` runs them to their end.
 
-    A response is known by the key of its episode, which no other unfinished one has. After a stop token it is finished;
-    with ``waits`` it waits instead, until :meth:`resume` or :meth:`abort`, and holds up no other response. Equal seeds
-    and weights give equal responses, whatever else is in the batch and however many ranks there are, as far as the
-    arithmetic of the kernels allows.
+    It appends what it draws to the episodes themselves: segments of tokens (a matched stop token included), their
+    log-probs, in nats, under the distribution that was sampled (after temperature, top-k, top-p, min-p; for greedy: the
+    temperature-1 softmax), and the version of the weights that drew them. An episode has all of its tokens, and its
+    ``finish_reason``, one of :data:`FINISH_REASONS`, when :meth:`step` returns it, and perhaps some of them before.
+
+    A response is known by a key, which no other unfinished one has. After a stop token it is finished; with ``waits``
+    it waits instead, until :meth:`resume` or :meth:`abort`, and holds up no other response. Equal seeds and weights
+    give equal responses, whatever else is in the batch and however many ranks there are, as far as the arithmetic of
+    the kernels allows.
 
     ``weight_version`` is the version of the last update: 0 before any, and after the first one. ``group`` is the CPU
     process group of the ranks that share the engine: they submit the episodes of all and take all steps alike. None:
@@ -111,9 +104,8 @@ class SteppedEngine(Protocol):
     def vocabulary(self) -> int:
         """Number of tokens of the model."""
 
-    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool = False) -> None:
-        """Queue unfinished episodes, which the engine does not change. Neighbours of one role and group share their
-        prompt.
+    def submit(self, episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool = False) -> None:
+        """Queue unfinished episodes. Neighbours whose keys have one role and group share their prompt.
 
         An episode resumes from the tokens that it has; ``max_new_tokens`` counts them too. With the HF engine and
         SGLang the noise of a token depends on the seed and the token's position alone, so it continues as it would
@@ -121,9 +113,9 @@ class SteppedEngine(Protocol):
         differ from those that drew its tokens.
         """
 
-    def step(self) -> list[Generated]:
-        """Run one round; return what has ended in it, aborted responses before all others. Empty, without a round, if
-        every response waits for an answer, or there is none.
+    def step(self) -> dict[Key, Episode]:
+        """Run one round; return the episodes that have ended in it, aborted ones before all others. Empty, without a
+        round, if every response waits for an answer, or there is none.
 
         A round that returns nothing has drawn a token, or calls :func:`~lightrft.utils.watchdog.tick` when it sees
         that its library goes on: a scheduler does not wait for ever for an engine that does neither.
@@ -137,11 +129,11 @@ class SteppedEngine(Protocol):
         """
 
     def abort(self, keys: Iterable[Key]) -> None:
-        """End responses. What they have drawn since their last report comes from the next :meth:`step`, as "abort"
-        unless they had ended; of those that wait nothing comes, and finished ones are skipped."""
+        """End responses. The next :meth:`step` returns them with what they have drawn, as "abort" unless they had
+        ended; those that wait do not come again, and finished ones are skipped."""
 
     def reset(self) -> None:
-        """End all responses, of which nothing is reported, and free what only they need: after an error."""
+        """End all responses, of which none is returned, and free what only they need: after an error."""
 
 
 class RolloutEngine(SteppedEngine, Protocol):

@@ -1,26 +1,35 @@
 """Rounds of an engine whose library draws each part of a response as a separate request."""
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from lightrft.rollout.engine import Generated, SamplingParams, check_episodes, stop_ids
+from lightrft.rollout.engine import SamplingParams, check_episodes, stop_ids
 from lightrft.rollout.open_responses import opened, OpenResponse
 from lightrft.types import Episode, Key, Segment
 from lightrft.utils.watchdog import tick
+
+
+class Part(NamedTuple):
+    """Tokens that a library has drawn for a response in one request. ``reason``: why it has ended, one of
+    :data:`~lightrft.rollout.engine.FINISH_REASONS`."""
+    key: Key
+    token_ids: list[int]
+    logprobs: list[float]
+    reason: str
 
 
 class PartDrawer(Protocol):
     """Draws parts of responses with a library. A part ends with a stop token, with the first token where that has a
     temperature of its own, or with the last one that the response may have."""
 
-    def round(self, begun: list[OpenResponse], waiting: bool) -> list[Generated]:
+    def round(self, begun: list[OpenResponse], waiting: bool) -> list[Part]:
         """Begin a part of each of ``begun``, and run one round of all that draw; return the parts that have ended.
         ``waiting``: other responses wait for answers, so a round lasts milliseconds. :func:`tick` if tokens were drawn
         by parts that have not ended."""
 
-    def cancel(self, keys: Iterable[Key] | None = None) -> list[Generated]:
+    def cancel(self, keys: Iterable[Key] | None = None) -> list[Part]:
         """Stop the parts of these responses, or of all; return them as they are: as "abort", unless they have ended
         before."""
 
@@ -58,17 +67,17 @@ class PartwiseEngine(ABC):
         self._drawing: dict[Key, OpenResponse] = {}
         self._parked: dict[Key, OpenResponse] = {}
         self._aborting: list[Key] = []
-        self._ended: list[Generated] = []  # while the engine paused
+        self._ended: dict[Key, Episode] = {}  # while the engine paused
 
     @abstractmethod
     def _wake_cache(self) -> None:
         """Allocate the cache, if it sleeps."""
 
-    def _shared(self, parts: list[Generated]) -> list[Generated]:
+    def _shared(self, parts: list[Part]) -> list[Part]:
         """Return the parts that this rank's drawer has returned, on all ranks of ``group``."""
         return parts
 
-    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool = False) -> None:
+    def submit(self, episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool = False) -> None:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`.
 
         Raises:
@@ -77,18 +86,18 @@ class PartwiseEngine(ABC):
                 the engine was started for.
         """
         self._check_ready()
-        check_episodes(episodes, params, self.title, self.vocabulary, self.longest, self.takes_media)
+        check_episodes(episodes.values(), params, self.title, self.vocabulary, self.longest, self.takes_media)
         responses = [response for group in opened(episodes, params, waits) for response in group]
         self._open |= {response.key: response for response in responses}
         self._beginning += responses
 
-    def step(self) -> list[Generated]:
+    def step(self) -> dict[Key, Episode]:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.step`. A collective of ``group``."""
         if self._aborting or self._ended:
-            ended, self._ended = self._aborted() + self._ended, []
+            ended, self._ended = self._aborted() | self._ended, {}
             return ended
         if not (self._beginning or self._drawing):
-            return []
+            return {}
         self._check_ready()
         return self._round()
 
@@ -98,7 +107,7 @@ class PartwiseEngine(ABC):
         if params is not None:
             check_episodes([Episode(response.prompt.prompt, key.group, key.index, role=key.role)], params, self.title,
                            self.vocabulary, self.longest, self.takes_media)
-        response.append(segment, params)
+        response.resume(segment, params)
         self._beginning.append(self._parked.pop(key))
 
     def abort(self, keys: Iterable[Key]) -> None:
@@ -126,7 +135,7 @@ class PartwiseEngine(ABC):
         if not self._ready:
             raise RuntimeError(f"the {self.title} engine has no weights yet: call update_weights() before generate()")
 
-    def _round(self) -> list[Generated]:
+    def _round(self) -> dict[Key, Episode]:
         """Begin parts, and take those that have ended."""
         self._wake_cache()
         begun, self._beginning = self._beginning, []
@@ -134,47 +143,46 @@ class PartwiseEngine(ABC):
         if self.drawer is None:
             tick()  # the drawer of another rank does, which this one waits for
         parts = self._shared(self.drawer.round(begun, bool(self._parked)) if self.drawer else [])
-        for key, segments, reason in parts:
-            if not any(segment.token_ids for segment in segments):  # or it would begin again for ever
-                raise RuntimeError(f"{self.title} has ended response {tuple(key)} without a token ({reason})")
+        for part in parts:
+            if not part.token_ids:  # or it would begin again for ever
+                raise RuntimeError(f"{self.title} has ended response {tuple(part.key)} without a token ({part.reason})")
         return self._take(parts)
 
-    def _take(self, parts: list[Generated]) -> list[Generated]:
-        """Append parts, which the current weights drew, to their responses; report, and finish or park, those that draw
+    def _take(self, parts: list[Part]) -> dict[Key, Episode]:
+        """Append parts, which the current weights drew, to their episodes; return, and finish or park, those that draw
         no further token now."""
-        reports = []
-        for key, segments, reason in parts:
-            response = self._drawing.pop(key)
-            for segment in segments:
-                response.draw(segment.token_ids, segment.logprobs, self.weight_version)
+        ended = {}
+        for key, token_ids, logprobs, reason in parts:
+            episode = (response := self._drawing.pop(key)).episode
+            episode.add([Segment(token_ids, logprobs, True, self.weight_version)])
             if reason != "stop" and response.room:  # a hot first token, or a part that was cancelled
                 self._beginning.append(response)
                 continue
-            reports.append(response.report("stop" if reason == "stop" else "length"))
+            episode.finish_reason, ended[key] = "stop" if reason == "stop" else "length", episode
             if response.waits and response.room and reason == "stop":
                 self._parked[key] = response
             else:
                 del self._open[key]
-        return reports
+        return ended
 
-    def _cancelled(self, keys: list[Key]) -> list[Generated]:
-        """Stop the parts of responses that draw; return what has ended before."""
+    def _cancelled(self, keys: list[Key]) -> dict[Key, Episode]:
+        """Stop the parts of responses that draw; return those that have ended before."""
         if not keys:
-            return []
+            return {}
         return self._take(self._shared(self.drawer.cancel(keys) if self.drawer else []))
 
-    def _aborted(self) -> list[Generated]:
-        """End the responses that are to be aborted; return what they have drawn."""
+    def _aborted(self) -> dict[Key, Episode]:
+        """End the responses that are to be aborted; return those that did not wait."""
         keys, self._aborting = self._aborting, []
-        reports = self._cancelled([key for key in keys if key in self._drawing])
+        ended = self._cancelled([key for key in keys if key in self._drawing])
         for key in keys:
             if (response := self._open.pop(key, None)) is not None and self._parked.pop(key, None) is None:
-                reports.append(response.report("abort"))
+                ended[key] = response.episode
         self._beginning = [response for response in self._beginning if response.key in self._open]
-        return reports
+        return ended
 
     def _pause(self) -> None:
         """Let no response draw; they begin again with the next round."""
         begun, self._beginning = self._beginning, []
-        self._ended += self._cancelled(list(self._drawing))
+        self._ended |= self._cancelled(list(self._drawing))
         self._beginning += begun

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightrft.models.vocabulary import check_ids
-from lightrft.rollout.engine import FINISH_REASONS, Generated, SamplingParams, SteppedEngine
+from lightrft.rollout.engine import FINISH_REASONS, SamplingParams, SteppedEngine
 from lightrft.rollout.tp_group import all_of_group, share_episodes, share_turns
 from lightrft.types import Episode, Key, Segment
 from lightrft.utils.watchdog import Progress, tick
@@ -210,15 +210,14 @@ class Scheduler:
             return run
         if self._aborting:  # what those have drawn must not come under the key of a new one
             self.step()
-        keys = [episode.key for episode in everyone]
-        if twice := [key for key, count in Counter([*keys, *self.flights]).items() if count > 1]:
+        keys = Counter([*(key for key, _ in everyone), *self.flights])
+        if twice := [key for key, count in keys.items() if count > 1]:
             raise ValueError(f"two unfinished episodes have one key, {twice[0]}: give those of another caller a role "
                              "of their own")
-        self.engine.submit(everyone, params, waits=next_turn is not None)
-        for number, key in enumerate(keys):
-            own = number in mine
-            self.flights[key] = flight = Flight(run, episodes[number - mine.start] if own else everyone[number], own)
-            run.begin(key, flight.episode, own)
+        self.engine.submit(dict(everyone), params, waits=next_turn is not None)
+        for number, (key, episode) in enumerate(everyone):
+            self.flights[key] = Flight(run, episode, own=number in mine)
+            run.begin(key, episode, number in mine)
         return run
 
     def step(self) -> None:
@@ -231,13 +230,15 @@ class Scheduler:
         with ExitStack() as after_an_error:
             after_an_error.callback(self._lose_all)
             before, self._aborting = Progress.ticks, False
-            parts = self.engine.step()
-            if not parts and len(self.waiting) == len(self.flights):
+            reported = self.engine.step()
+            if reported:
+                tick()
+            elif len(self.waiting) == len(self.flights):
                 time.sleep(_POLL_S)
                 tick()
-            self._idle = 0 if parts or Progress.ticks != before else self._idle + 1
+            self._idle = 0 if Progress.ticks != before else self._idle + 1
             self._check_progress()
-            ended, stopped = self._store(parts)
+            ended, stopped = self._sorted(reported)
             self._go_on(ended | self._turns(stopped))
             after_an_error.pop_all()
 
@@ -256,19 +257,18 @@ class Scheduler:
                 f"{type(self.engine).__name__} has ended none of {len(drawing)} responses in {self._idle} "
                 "rounds, which is more than their tokens: it draws none")
 
-    def _store(self, parts: Sequence[Generated]) -> tuple[dict[Key, Turn], list[Key]]:
-        """Append parts to their episodes; return those that have ended, without a next turn, and those that wait."""
+    def _sorted(self, reported: Iterable[Key]) -> tuple[dict[Key, Turn], list[Key]]:
+        """Tell reported responses apart: those that have ended, without a next turn, and those that wait for one."""
         ended, stopped = dict[Key, Turn](), list[Key]()
-        if parts:
-            tick()
-        for part in parts:
-            if (flight := self.flights.get(part.key)) is not None:
-                _append(part, flight, self.engine.weight_version)
-                asks = part.finish_reason == "stop" or part.finish_reason == "length" and flight.run.hears_cuts
+        for key in reported:
+            if (flight := self.flights.get(key)) is not None:
+                _check(flight, self.engine.weight_version)
+                reason = flight.episode.finish_reason
+                asks = reason == "stop" or reason == "length" and flight.run.hears_cuts
                 if asks and flight.run.next_turn is not None:
-                    stopped.append(part.key)
+                    stopped.append(key)
                 else:
-                    ended[part.key] = None
+                    ended[key] = None
         return ended, stopped
 
     def _lose_all(self) -> None:
@@ -314,11 +314,12 @@ class Scheduler:
                   self.engine.vocabulary)
         if len(turn) >= flight.room:
             episode.finish_reason = "length"
-            return False
-        episode.give(turn)
-        if not run.stopped:
+        elif run.stopped:
+            episode.give(turn)
+        else:
             self._resume(key, turn)
-        return not run.stopped
+            return True
+        return False
 
     def _resume(self, key: Key, turn: list[int]) -> None:
         """Give a turn to the engine.
@@ -354,22 +355,24 @@ class Scheduler:
             self.waiting.pop(key, None)
 
 
-def _append(part: Generated, flight: Flight, newest: int) -> None:
-    """Append a part to its episode; ``newest``: the version of the weights that the engine has.
+def _check(flight: Flight, newest: int) -> None:
+    """Check what an engine has appended to an episode; ``newest``: the version of the weights that it has.
 
     Raises:
         RuntimeError: an unknown reason, more tokens than the response may have, not one log-prob per token, or a
             version of the weights that the engine never had.
     """
-    drawn, logprobs = (sum(len(vars(segment)[name]) for segment in part.segments) for name in ("token_ids", "logprobs"))
-    room = flight.run.params.max_new_tokens - flight.episode.add(part.segments, part.finish_reason) + drawn
-    if part.finish_reason not in FINISH_REASONS or drawn > room or drawn != logprobs:
-        raise RuntimeError(f"the engine returned {drawn} tokens with {logprobs} log-probs and the reason "
-                           f"{part.finish_reason!r} for a response that may have {room} further tokens; reasons are "
-                           f"{', '.join(FINISH_REASONS)}")
-    if wrong := [segment.version for segment in part.segments if not 0 <= segment.version <= newest]:
+    episode, most = flight.episode, flight.run.params.max_new_tokens
+    tokens = sum(len(segment.token_ids) for segment in episode.segments)
+    logprobs = sum(len(segment.logprobs) for segment in episode.segments)
+    if episode.finish_reason not in FINISH_REASONS or tokens > most or tokens != logprobs:
+        raise RuntimeError(f"the engine returned a response of {tokens} tokens, which may have {most}, with {logprobs} "
+                           f"log-probs and the reason {episode.finish_reason!r}: give every token a log-prob; reasons "
+                           f"are {', '.join(FINISH_REASONS)}")
+    versions = [segment.version for segment in episode.segments if segment.drawn]
+    if wrong := [version for version in versions if not 0 <= version <= newest]:
         raise RuntimeError(f"the engine returned tokens of the version {wrong[0]} of the weights, and has had versions "
-                           f"from 0 to {newest}: give OpenResponse.draw the version that drew them")
+                           f"from 0 to {newest}: append the version that drew them")
 
 
 def _is_there(turn: Turn | PendingTurn) -> bool:

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.rollout.engine import FINISH_REASONS, Generated
+from lightrft.rollout.engine import FINISH_REASONS
+from lightrft.rollout.partwise import Part
 from lightrft.strategy.mesh import Mesh
-from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
+from lightrft.types import Episode, Key, Prompt, prompt_groups
 from lightrft.utils.env import World
 
 T = TypeVar("T")
@@ -45,17 +46,18 @@ def _gather(records: Iterable[Record], group: dist.ProcessGroup) -> list[list[Re
 
 
 def share_episodes(episodes: Sequence[Episode],
-                   group: dist.ProcessGroup | None) -> tuple[Sequence[Episode], range]:  # yapf: disable
-    """Gather the unfinished episodes of all ranks of ``group``, rank by rank, as far as an engine reads them; return
-    them and the range of this rank's. Their roles begin with the rank, so that no two have one key. A collective;
-    without a group there is nothing to share. Of media the keys are sent.
+                   group: dist.ProcessGroup | None) -> tuple[list[tuple[Key, Episode]], range]:  # yapf: disable
+    """Gather the unfinished episodes of all ranks of ``group``, rank by rank, those of other ranks as far as an engine
+    reads them; return them with their keys, and the range of this rank's. The roles of the keys begin with the rank, so
+    that no two ranks have one. A collective; without a group there is nothing to share. Of media the keys are sent.
     """
     if group is None:
-        return episodes, range(len(episodes))
-    records = _gather((_record(members) for members in prompt_groups(episodes)), group)
-    ranks = [[episode for record in groups for episode in _episodes(rank, record)]
-             for rank, groups in enumerate(records)]
-    start = sum(map(len, ranks[:dist.get_rank(group)]))
+        return [(episode.key, episode) for episode in episodes], range(len(episodes))
+    records, rank = _gather((_record(members) for members in prompt_groups(episodes)), group), dist.get_rank(group)
+    ranks = [[(episode.key, episode) for record in groups for episode in _episodes(number, record)]
+             for number, groups in enumerate(records)]
+    ranks[rank] = [(key, episode) for (key, _), episode in zip(ranks[rank], episodes, strict=True)]
+    start = sum(map(len, ranks[:rank]))
     return [*chain.from_iterable(ranks)], range(start, start + len(episodes))
 
 
@@ -125,29 +127,22 @@ def object_of_first(value: T, group: dist.ProcessGroup | None) -> T:
     return box[0]
 
 
-def parts_of_first(parts: list[Generated], group: dist.ProcessGroup | None) -> list[Generated]:
+def parts_of_first(parts: list[Part], group: dist.ProcessGroup | None) -> list[Part]:
     """Broadcast the parts of responses that the first rank of ``group`` has drawn to all of them. A collective."""
     if group is None:
         return parts
     numbers: list[float] = []
-    for key, segments, reason in parts:
+    for key, token_ids, logprobs, reason in parts:
         role = key.role.encode()
-        numbers += [len(role), *role, key.group, key.index, FINISH_REASONS.index(reason), len(segments)]
-        for segment in segments:
-            numbers += [segment.version, len(segment.token_ids), *segment.token_ids, *segment.logprobs]
+        numbers += [len(role), *role, key.group, key.index, FINISH_REASONS.index(reason), len(token_ids), *token_ids,
+                    *logprobs]  # yapf: disable
     stream = iter(tensor_of_first(torch.tensor(numbers, dtype=torch.float64), group).tolist())
     return [_part(int(length), stream) for length in stream]
 
 
-def _part(role_length: int, numbers: Iterator[float]) -> Generated:
+def _part(role_length: int, numbers: Iterator[float]) -> Part:
     """Read one part, behind the length of its role."""
     role = _text(islice(numbers, role_length))
-    group_id, index, reason, count = map(int, islice(numbers, 4))
-    return Generated(Key(role, group_id, index), [_segment(numbers) for _ in range(count)], FINISH_REASONS[reason])
-
-
-def _segment(numbers: Iterator[float]) -> Segment:
-    """Read one drawn segment."""
-    version, length = map(int, islice(numbers, 2))
+    group_id, index, reason, length = map(int, islice(numbers, 4))
     token_ids = [int(number) for number in islice(numbers, length)]
-    return Segment(token_ids, list(islice(numbers, length)), True, version)
+    return Part(Key(role, group_id, index), token_ids, list(islice(numbers, length)), FINISH_REASONS[reason])

@@ -113,17 +113,15 @@ class Episode:
         """Name of the episode among all of an engine."""
         return Key(self.role, self.group_id, self.index)
 
-    def add(self, drawn: Iterable[Segment], finish_reason: str) -> int:
-        """Append tokens that the policy drew; return how many tokens the response has now."""
-        for segment in drawn:
+    def add(self, segments: Iterable[Segment], finish_reason: str = "abort") -> None:
+        """Append tokens; after an "abort" the response goes on."""
+        for segment in segments:
             segment.extend(self.segments)
         self.finish_reason = finish_reason
-        return self.response_len
 
     def give(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not draw, after which the response goes on."""
-        Segment.given(token_ids).extend(self.segments)
-        self.finish_reason = "abort"
+        self.add([Segment.given(token_ids)])
 
     @property
     def open(self) -> bool:

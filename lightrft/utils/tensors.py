@@ -3,15 +3,18 @@ stay in float32."""
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import nn, Tensor
 
 
-def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor.to(device)``; to a GPU through pinned memory, so that the host does not wait for kernels before it.
+def upload(values: Tensor | np.ndarray | list[int], device: torch.device | str) -> Tensor:
+    """Copy a tensor, an array or a list to ``device``; to a GPU through pinned memory, so that the host does not wait
+    for kernels before it.
 
     torch's allocator reuses the pinned memory only after the copy.
     """
+    tensor = torch.as_tensor(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.rollout.engine import Generated, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.decode_graph import Shape, Shapes, StepGraphs
 from lightrft.rollout.hf.kv_cache import Extend, Prefill, sizes
 from lightrft.rollout.hf.module_calls import Forward
@@ -54,7 +54,7 @@ class Generation:
                  version: int) -> None:  # yapf: disable
         self.model, self.modality, self.decode_pass, self.graphs = model, modality, decode_pass, graphs
         self.space, self.queue, self.params, self.stop_of = space, queue, params, stop_of
-        self.cache, self.decode, self.state = space.cache, space.decode, space.state
+        self.cache, self.device, self.decode, self.state = space.cache, space.cache.device, space.decode, space.state
         self.noise, self.seen, self.tokens, self.logprobs = space.noise, space.seen, space.tokens, space.logprobs
         self.slots = Slots(space, version)
         weights = sum(weight.nbytes for weight in model.parameters())
@@ -67,7 +67,7 @@ class Generation:
         space.begin(main := stop_of(params))
         self.stops = {params.stop_token_ids: (space.stop, set(main.nonzero()[:, 0].tolist()))}
 
-    def step(self) -> list[Generated]:
+    def step(self) -> list[OpenResponse]:
         """Draw a token for answered and waiting samples if enough slots are free, else for every row; return what has
         ended."""
         slots, alive = self.slots, self.slots.alive
@@ -84,7 +84,7 @@ class Generation:
             slots.compact()
         return self._step() if alive.any() else []
 
-    def _fill(self, free: np.ndarray) -> list[Generated] | None:
+    def _fill(self, free: np.ndarray) -> list[OpenResponse] | None:
         """Give the slots ``free`` to responses that wait for one; None if none can take one."""
         if resumed := self._resumable(len(free)):
             slots = free[:len(resumed)]
@@ -105,7 +105,7 @@ class Generation:
         return np.flatnonzero(~self.slots.taken)
 
     # -- admission ----------------------------------------------------------------------------------------------------
-    def _admit(self, free: np.ndarray) -> list[Generated] | None:
+    def _admit(self, free: np.ndarray) -> list[OpenResponse] | None:
         """Fill the slots ``free`` with the samples of new prompts of one prefill pass; None if there is no prompt."""
         prompts, responses, source = list[OpenPrompt](), list[OpenResponse](), list[int]()
         waiting, tokens = self.queue.prompts, 0
@@ -121,9 +121,9 @@ class Generation:
         responses, rest = responses[:len(free)], responses[len(free):]
         if rest:
             self.queue.shared, prompts[-1].responses, prompts[-1].logits = prompts[-1], rest, logits[-1:].clone()
-        return self._start(responses, free[:len(responses)], logits[self.slots.upload(source[:len(responses)])])
+        return self._start(responses, free[:len(responses)], logits[upload(source[:len(responses)], self.device)])
 
-    def _admit_shared(self, prompt: OpenPrompt, free: np.ndarray) -> list[Generated]:
+    def _admit_shared(self, prompt: OpenPrompt, free: np.ndarray) -> list[OpenResponse]:
         """Fill the slots ``free`` with the other samples of the shared prompt."""
         assert prompt.logits is not None, "a prompt is shared until its last sample has begun"
         logits, responses, prompt.responses = prompt.logits, prompt.responses[:len(free)], prompt.responses[len(free):]
@@ -145,7 +145,7 @@ class Generation:
     def _prefill(self, prompts: list[OpenPrompt], slots: list[int]) -> Tensor:
         """Run each prompt once, into its prompt slot; return last-token logits [prompts, V]."""
         self.slots.seat(prompts, slots)
-        inputs = self._inputs(prompts, [prompt.token_ids for prompt in prompts])
+        inputs = self._inputs(prompts, [prompt.prompt.token_ids for prompt in prompts])
         view = Prefill(self.cache, inputs.pop("packing"), np.array(slots))
         if any(prompt.prompt.media for prompt in prompts):
             last = inputs["position_ids"].flatten(0, -2)[-3:, view.last].amax(0)  # of four rows the first is the index
@@ -157,23 +157,23 @@ class Generation:
         """Pack sequences that begin with ``prompts`` for one forward pass."""
         exp = Experience.pack(sequences, prompt_lens=[prompt.length for prompt in prompts],
                               media=[prompt.prompt.media for prompt in prompts])
-        return self.modality.inputs(exp.to(self.cache.device), self.model)
+        return self.modality.inputs(exp.to(self.device), self.model)
 
-    def _start(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[Generated]:
+    def _start(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
         """Assign slots to responses and draw a token for each; ``logits`` [k, V] are those after their prompts."""
-        fresh = np.array([not response.token_ids for response in responses])
+        fresh = np.array([not response.episode.segments for response in responses])
         new, begun = ([responses[i] for i in np.flatnonzero(chosen)] for chosen in (fresh, ~fresh))
         self.cache.fork([response.prompt.slot for response in new], slots[fresh])
-        ended = self._draw(new, slots[fresh], logits[self.slots.upload(np.flatnonzero(fresh))]) if new else []
+        ended = self._draw(new, slots[fresh], logits[upload(np.flatnonzero(fresh), self.device)]) if new else []
         return ended + (self._draw(begun, slots[~fresh], self._restore(begun, slots[~fresh])) if begun else [])
 
     def _restore(self, responses: list[OpenResponse], slots: np.ndarray) -> Tensor:
         """Run the tokens of begun responses, what follows their prompts into ``slots``; return last-token logits
         [k, V]."""
-        lengths, logits = np.array([len(response.all_ids) for response in responses]), []
+        lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
         for group in _passes(lengths):
             some = [responses[i] for i in group]
-            inputs = self._inputs([response.prompt for response in some], [response.all_ids for response in some])
+            inputs = self._inputs([one.prompt for one in some], [one.episode.token_ids for one in some])
             skip = np.array([response.prompt.length for response in some])
             logits.append(self._forward(inputs, Prefill(self.cache, inputs.pop("packing"), slots[group], skip)))
         return torch.cat(logits)
@@ -186,11 +186,11 @@ class Generation:
         self.waited = self.waited + 1 if answered else 0
         return answered > 0 and (answered * _SLACK >= self.slots.alive.sum() or self.waited > _PATIENCE)
 
-    def _continue(self) -> list[Generated]:
+    def _continue(self) -> list[OpenResponse]:
         """Draw the next token of answered responses, which still have their slots."""
         responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.order), []
         self.waited = 0
-        lengths, logits = np.array([len(response.all_ids) for response in responses]), []
+        lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
         for group in _passes(lengths):
             logits.append(self._extend([responses[i] for i in group]))
         return self._draw(responses, np.array([response.slot for response in responses]), torch.cat(logits))
@@ -199,32 +199,32 @@ class Generation:
         """Run the last drawn token of responses, and what is appended to it, into their slots; return last-token logits
         [k, V]."""
         slots = np.array([response.slot for response in responses])
-        begins, ends = self.slots.count[slots] - 1, np.array([len(response.token_ids) for response in responses])
+        begins, ends = self.slots.count[slots] - 1, np.array([one.episode.response_len for one in responses])
         prompts = [response.prompt for response in responses]
         lengths = np.array([prompt.length for prompt in prompts])
         view = Extend(self.cache, np.array([prompt.slot for prompt in prompts]), lengths, slots, begins, ends - begins)
         after = lengths + [prompt.shift for prompt in prompts]
-        tokens = [token for response, begin in zip(responses, begins) for token in response.token_ids[begin:]]
+        tokens = [token for one, begin in zip(responses, begins) for token in one.episode.response_ids[begin:]]
         positions = np.concatenate([start + np.arange(a, b) for start, a, b in zip(after, begins, ends)])
-        ids, at = (self.slots.upload(values)[None] for values in (tokens, positions))
+        ids, at = (upload(values, self.device)[None] for values in (tokens, positions))
         return self._forward({"input_ids": ids, "position_ids": at, "attention_mask": None, "use_cache": False}, view)
 
     # -- drawing ------------------------------------------------------------------------------------------------------
-    def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[Generated]:
+    def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
         """Draw the next token of responses from ``logits`` [k, V]; from now on their slots are live."""
         tick()
         parts = _by_params([response.next_params for response in responses])
         if len(parts) > 1:
             return [one for _, rows in parts for one in self._draw([responses[i] for i in rows], slots[rows],
-                                                                   logits[self.slots.upload(rows)])]  # yapf: disable
-        begun = np.array([len(response.token_ids) for response in responses])
+                                                                   logits[upload(rows, self.device)])]  # yapf: disable
+        begun = np.array([response.episode.response_len for response in responses])
         after = [response.prompt.length + response.prompt.shift for response in responses]
-        index, column, start = self.slots.upload(np.stack([slots, begun, after]))
+        index, column, start = upload(np.stack([slots, begun, after]), self.device)
         state = torch.zeros_like(self.state[:, :len(slots)])
         state[_POSITION], state[_COLUMN], state[ALIVE] = start + column - 1, column - 1, 1
         if self.noise is not None:
-            seeds = [response.seed for response in responses]
-            self.noise[index] = self.slots.upload(uniforms(seeds, self.noise.shape[1]))
+            seeds = [response.episode.seed for response in responses]
+            self.noise[index] = upload(uniforms(seeds, self.noise.shape[1]), self.device)
         self.slots.occupy(responses, slots, begun + 1)
         seen = self._seen_by(responses)
         noise = None if self.noise is None else self.noise[index, column]
@@ -240,13 +240,13 @@ class Generation:
             return None
         seen = torch.zeros(len(responses), self.seen.shape[1], dtype=torch.bool)
         for row, response in zip(seen, responses):
-            row[response.all_ids] = True
-        return upload(seen, self.cache.device)
+            row[response.episode.token_ids] = True
+        return upload(seen, self.device)
 
     def _forward(self, inputs: dict[str, Any], view: Prefill | Extend) -> Tensor:
         return self.modality.logits(self.model, view.last, kv_cache=view, **inputs)
 
-    def _step(self) -> list[Generated]:
+    def _step(self) -> list[OpenResponse]:
         """Draw the next token of every row."""
         tick()
         slots, moved = self.slots, self.slots.moved
@@ -275,7 +275,7 @@ class Generation:
             return self._record(state, self.space.rows[:live], logits, noise, seen, self.variants[0][0])
         done = torch.zeros(live, dtype=torch.bool, device=state.device)
         for params, rows in self.variants:
-            index = self.slots.upload(rows)
+            index = upload(rows, self.device)
             some, noise_of, seen_of = state[:, index], *(None if x is None else x[index] for x in (noise, seen))
             done[index] = self._record(some, index, logits[index], noise_of, seen_of, params)
             state[:, index] = some
@@ -322,17 +322,17 @@ class Generation:
         """Return the tokens that end a response: [V] bool on the device, and as a set."""
         if params.stop_token_ids not in self.stops:
             stop = self.stop_of(params)
-            self.stops[params.stop_token_ids] = upload(stop, self.cache.device), set(stop.nonzero()[:, 0].tolist())
+            self.stops[params.stop_token_ids] = upload(stop, self.device), set(stop.nonzero()[:, 0].tolist())
         return self.stops[params.stop_token_ids]
 
     # -- leaving ------------------------------------------------------------------------------------------------------
-    def _end(self, slots: np.ndarray) -> list[Generated]:
+    def _end(self, slots: np.ndarray) -> list[OpenResponse]:
         """Report what ``slots`` have drawn up to a stop token or the last that they may draw; free or park them."""
         responses = self.slots.fetch(slots)
-        ended, parked = list[Generated](), list[int]()
+        parked = list[int]()
         for response in responses:
-            stopped = response.token_ids[-1] in self._stop(response.params)[1]
-            ended.append(response.report("stop" if stopped else "length"))
+            stopped = response.episode.segments[-1].token_ids[-1] in self._stop(response.params)[1]
+            response.episode.finish_reason = "stop" if stopped else "length"
             if response.waits and stopped and response.room:
                 self.queue.parked[response.key] = response
                 parked.append(response.slot)
@@ -341,9 +341,9 @@ class Generation:
         self.slots.park(parked)
         gone = [response.slot for response in responses if response.key not in self.queue.open]
         self.slots.vacate(np.array(gone, dtype=np.int64))
-        return ended
+        return responses
 
-    def abort(self, keys: Iterable[Key]) -> list[Generated]:
+    def abort(self, keys: Iterable[Key]) -> list[OpenResponse]:
         """End responses; return what those have drawn that did not wait for an answer."""
         opened = {key: self.queue.open[key] for key in keys if key in self.queue.open}
         slots = np.array([response.slot for response in opened.values() if response.slot >= 0], dtype=np.int64)

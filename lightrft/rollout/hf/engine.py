@@ -2,7 +2,7 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -21,7 +21,7 @@ from lightrft.models.cpu_layers import packed_weights, use_onednn
 from lightrft.models.rope import adapt, fixed_length, ropes
 from lightrft.ops.fingerprint import Piece, fingerprints
 from lightrft.ops.logprobs import full_logits
-from lightrft.rollout.engine import Generated, SamplingParams, check_episodes, stop_ids
+from lightrft.rollout.engine import SamplingParams, check_episodes, stop_ids
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
 from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
@@ -112,12 +112,12 @@ class HFEngine:
         self._probed: tuple[KVSpec, Forward] | None = None
         self._space: Workspace | None = None
         self._graphs = StepGraphs(self._device)
-        self._queue, self._aborted = ResponseQueue(), list[Generated]()
+        self._queue, self._aborted = ResponseQueue(), list[OpenResponse]()
         self._generation: Generation | None = None  # of the open responses, while its session lasts
         self._session, self._unplanned, self._length = contextlib.ExitStack(), False, 0
         self.fuses = self._device.type == "cuda"  # decode steps take fused layers; on CPUs launches cost little
 
-    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool = False) -> None:
+    def submit(self, episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool = False) -> None:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.submit`.
 
         Raises:
@@ -125,25 +125,25 @@ class HFEngine:
             ValueError: for an episode that cannot be run.
         """
         self._check_ready()
-        check_episodes(episodes, params, "HF", self.vocabulary, takes_media=self.modality.media is not None)
+        check_episodes(episodes.values(), params, "HF", self.vocabulary, takes_media=self.modality.media is not None)
         self._queue.submit(episodes, params, waits)
         self._unplanned = True
 
     @torch.no_grad()
-    def step(self) -> list[Generated]:
+    def step(self) -> dict[Key, Episode]:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.step`.
 
         Raises:
             ValueError: for a cache budget that does not hold one sequence.
         """
         if self._aborted or not self._queue.open:
-            aborted, self._aborted = self._aborted, []
-            return aborted
-        self._check_ready()
-        ended = self._running().step()
-        if not self._queue.open:
-            self._pause()
-        return ended
+            ended, self._aborted = self._aborted, []
+        else:
+            self._check_ready()
+            ended = self._running().step()
+            if not self._queue.open:
+                self._pause()
+        return {response.key: response.episode for response in ended}
 
     def resume(self, key: Key, segment: Segment, params: SamplingParams | None = None) -> None:
         """Append an answer to a parked response."""

@@ -1,9 +1,9 @@
 """Responses of the HF engine that wait for a slot, for an answer, or for their next token after one."""
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import count
 
-from lightrft.rollout.engine import Generated, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.open_responses import opened, OpenPrompt, OpenResponse
 from lightrft.types import Episode, Key, Segment
 
@@ -27,7 +27,7 @@ class ResponseQueue:
         self.parked: dict[Key, OpenResponse] = {}
         self._submitted = count()
 
-    def submit(self, episodes: Sequence[Episode], params: SamplingParams, waits: bool) -> None:
+    def submit(self, episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool) -> None:
         """Append unfinished episodes."""
         begun, fresh = list[OpenPrompt](), list[OpenPrompt]()
         for group in opened(episodes, params, waits):
@@ -36,7 +36,7 @@ class ResponseQueue:
             self.open |= {response.key: response for response in group}
             prompt = group[0].prompt
             prompt.responses = group
-            (begun if any(response.token_ids for response in group) else fresh).append(prompt)
+            (begun if any(response.episode.segments for response in group) else fresh).append(prompt)
         for prompts in (begun, fresh):
             self.prompts.extend(sorted(prompts, key=lambda prompt: -prompt.length))
 
@@ -52,10 +52,10 @@ class ResponseQueue:
             response.prompt.left -= 1
             self.parked.pop(response.key, None)
 
-    def abort(self, keys: Iterable[Key]) -> list[Generated]:
-        """End responses, of which all that was drawn is on the host; return that of those that do not wait."""
+    def abort(self, keys: Iterable[Key]) -> list[OpenResponse]:
+        """End responses, of which all that was drawn is on the host; return those that do not wait."""
         ending = [self.open[key] for key in keys if key in self.open]
-        ended = [response.report("abort") for response in ending if response.key not in self.parked]
+        ended = [response for response in ending if response.key not in self.parked]
         for response in ending:
             self.finish(response)
         self._drop_finished()
@@ -81,7 +81,7 @@ class ResponseQueue:
             ValueError: after the answer no token could be drawn.
         """
         response = self.parked[key]
-        response.append(given, params)
+        response.resume(given, params)
         del self.parked[key]
         (self.answered if response.slot >= 0 else self.resuming).append(response)
 

@@ -1,10 +1,9 @@
 """Slots of the HF engine: which response has which row of the cache, and which prompt has which prompt slot."""
 import numpy as np
-import torch
-from torch import Tensor
 
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
+from lightrft.types import Segment
 from lightrft.utils.tensors import upload
 
 ALIVE = 3  # index of a slot's state that says whether it draws
@@ -25,15 +24,12 @@ class Slots:
 
     def __init__(self, space: Workspace, version: int) -> None:
         self.space, self.cache, self.version, plan = space, space.cache, version, space.cache.plan
+        self.device = space.cache.device
         self.owners: list[OpenResponse | None] = [None] * plan.slots
         self.tenants: list[OpenPrompt | None] = [None] * plan.prompts
         self.taken, self.alive = np.zeros(plan.slots, dtype=bool), np.zeros(plan.slots, dtype=bool)
         self.count = np.zeros(plan.slots, dtype=np.int64)
         self.live, self.moved = 0, False
-
-    def upload(self, values: np.ndarray | list[int]) -> Tensor:
-        """Copy an array of the host to the device."""
-        return upload(torch.as_tensor(values), self.cache.device)
 
     def of(self, slots: np.ndarray) -> list[OpenResponse]:
         """Return the responses in ``slots``."""
@@ -78,7 +74,7 @@ class Slots:
         """Stop drawing; the rows stay. From now on their newest token is noise: an answer begins with the right one."""
         if slots:
             self.alive[slots] = False
-            self.space.state[ALIVE, self.upload(slots)] = 0
+            self.space.state[ALIVE, upload(slots, self.device)] = 0
 
     def vacate(self, slots: np.ndarray) -> None:
         """Free ``slots``; what they have drawn has been fetched."""
@@ -87,7 +83,7 @@ class Slots:
         for response in self.of(slots):
             self.owners[response.slot], response.slot = None, -1
         self.taken[slots], self.alive[slots], self.count[slots] = False, False, 0
-        self.space.state[:, self.upload(slots)] = self.space.free
+        self.space.state[:, upload(slots, self.device)] = self.space.free
 
     def vacate_all(self) -> None:
         """Free all slots and prompt slots."""
@@ -101,11 +97,11 @@ class Slots:
             return []
         responses = sorted(self.of(slots), key=lambda response: response.order)
         slots = np.array([response.slot for response in responses])
-        ends, index = self.count[slots], self.upload(slots)
+        ends, index = self.count[slots], upload(slots, self.device)
         columns = (x[index, :int(ends.max())].tolist() for x in (self.space.tokens, self.space.logprobs))
         for response, end, tokens, logprobs in zip(responses, ends.tolist(), *columns):
-            begun = len(response.token_ids)
-            response.draw(tokens[begun:end], logprobs[begun:end], self.version)
+            begun = response.episode.response_len
+            response.episode.add([Segment(tokens[begun:end], logprobs[begun:end], True, self.version)])
         return responses
 
     # -- order --------------------------------------------------------------------------------------------------------
@@ -114,7 +110,7 @@ class Slots:
         self._move_rows(*_gaps(self.alive[:self.live]))
         self.live, self.moved = int(self.alive.sum()), True
         source, target = _gaps(np.array([tenant is not None for tenant in self.tenants]))
-        self.cache.prompts.move(*self.upload(np.stack([source, target])))
+        self.cache.prompts.move(*upload(np.stack([source, target]), self.device))
         for old, new in zip(source.tolist(), target.tolist()):
             self.tenants[new], self.tenants[old] = (tenant := self.tenants[old]), None
             if tenant is not None:
@@ -124,10 +120,10 @@ class Slots:
         parked, space = self.taken[target], self.space
         freed = source[~parked]
         old, new = np.concatenate([source, target[parked]]), np.concatenate([target, source[parked]])
-        moved, to = self.upload(np.stack([old, new]))
+        moved, to = upload(np.stack([old, new]), self.device)
         self.cache.rows.move(moved, to, self.count.max())
         space.state[:, to] = space.state[:, moved]
-        space.state[:, self.upload(freed)] = space.free  # sizes that are rounded up reach them
+        space.state[:, upload(freed, self.device)] = space.free  # sizes that are rounded up reach them
         for drawn in (space.tokens, space.logprobs, space.noise, space.seen):
             if drawn is not None:
                 drawn[to] = drawn[moved]

@@ -10,8 +10,7 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.ops.rounding import has_experts
 from lightrft.rollout.sglang import weights as sglang_weights
-from lightrft.rollout.engine import Generated
-from lightrft.rollout.partwise import PartwiseEngine
+from lightrft.rollout.partwise import Part, PartwiseEngine
 from lightrft.rollout.tp_group import parts_of_first, object_of_first, tensor_of_first, world_of
 from lightrft.rollout.hf.engine import eos_ids
 from lightrft.rollout.sglang.launch import check_window, engine_arguments
@@ -99,7 +98,7 @@ class SGLangEngine(PartwiseEngine):
         held = self._held()
         return tensor_of_first(torch.tensor([held[name][1] for name in names if held], dtype=torch.int64), self.group)
 
-    def _shared(self, parts: list[Generated]) -> list[Generated]:
+    def _shared(self, parts: list[Part]) -> list[Part]:
         return parts_of_first(parts, self.group)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

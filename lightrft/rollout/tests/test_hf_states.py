@@ -16,7 +16,7 @@ from lightrft.rollout.tests.test_hf_engine import prompts, requests, same as ali
 from lightrft.rollout.tests.test_partial import follows, rest
 from lightrft.rollout.vllm.launch import engine_arguments
 from lightrft.tests.support import naive_decode, tiny
-from lightrft.tests.support.episodes import episodes_of, generate, Group
+from lightrft.tests.support.episodes import generate, Group, keyed
 from lightrft.tests.support.hybrids import REFUSED_BY_ENGINE
 from lightrft.tests.support.stepping import ANSWER, collect, rounds_keep_to_the_protocol, same
 from lightrft.tests.support.turns import PARAMS, turns_are_those_by_hand, turns_have_the_scores
@@ -102,7 +102,7 @@ def test_a_waiting_response_keeps_its_state_while_others_draw():
         if k < len(done.token_ids) and sum(done.token_ids[k] in other.token_ids[:k + 4]
                                            for other in plain) == 1 == done.token_ids.count(done.token_ids[k]))
     params, key = SamplingParams(NEW, stop_token_ids=(token, )), Key("waits", 0, i)
-    used.submit(episodes_of(group, "waits"), params, waits=True)
+    used.submit(keyed(group, "waits"), params, waits=True)
     with pytest.MonkeyPatch.context() as patch:
         step = StateStore.step
         patch.setattr(StateStore, "step", lambda self, *args: (seen.append(int(

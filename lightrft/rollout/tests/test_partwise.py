@@ -1,9 +1,9 @@
 """What the library of an engine that draws parts may do, and no test can time: with a stand-in for the library."""
 import pytest
 
-from lightrft.rollout import Generated, SamplingParams
-from lightrft.rollout.partwise import PartwiseEngine
-from lightrft.tests.support.episodes import Group, episodes_of
+from lightrft.rollout import SamplingParams
+from lightrft.rollout.partwise import Part, PartwiseEngine
+from lightrft.tests.support.episodes import Group, keyed, Response
 from lightrft.types import Key, Segment
 
 FIRST = Key("sample", 0, 0)
@@ -19,21 +19,21 @@ class Library:
     def round(self, begun, waiting):
         self.drawing |= {response.key: response for response in begun}
         if self.empty:
-            return [Generated(key, [Segment([], [])], "abort") for key in self.drawing]
-        ended = [(key, one) for key, one in self.drawing.items() if one.seed < 2]
+            return [Part(key, [], [], "abort") for key in self.drawing]
+        ended = [(key, one) for key, one in self.drawing.items() if one.episode.seed < 2]
         for key, _ in ended:
             del self.drawing[key]
-        return [self.part(one, "stop" if one.seed else "length") for _, one in ended]
+        return [self.part(one, "stop" if one.episode.seed else "length") for _, one in ended]
 
     @staticmethod
     def part(response, reason):
         count = {"stop": 1, "length": 1 if response.begins_hot else response.room, "abort": 1}[reason]
-        drawn = Segment([STOP if reason == "stop" else response.seed] * count, [-1.0] * count)
-        return Generated(response.key, [drawn], reason)
+        drawn = [STOP if reason == "stop" else response.episode.seed] * count
+        return Part(response.key, drawn, [-1.0] * count, reason)
 
     def cancel(self, keys=None):
         cancelled = [self.drawing.pop(key) for key in list(self.drawing if keys is None else keys)]
-        return [self.part(one, self.ends.get(one.seed, "abort")) for one in cancelled]
+        return [self.part(one, self.ends.get(one.episode.seed, "abort")) for one in cancelled]
 
 
 class Engine(PartwiseEngine):
@@ -50,13 +50,12 @@ class Engine(PartwiseEngine):
 
 def submitted(*seeds, params=PARAMS, waits=True):
     engine = Engine()
-    engine.submit(episodes_of([Group([5], list(seeds))]), params, waits)
+    engine.submit(keyed([Group([5], list(seeds))]), params, waits)
     return engine
 
 
-def parts(generated):
-    return [(part.key.index, [token for each in part.segments for token in each.token_ids], part.finish_reason)
-            for part in generated]
+def parts(ended):
+    return [(key.index, Response.part(episode).token_ids, episode.finish_reason) for key, episode in ended.items()]
 
 
 @pytest.mark.parametrize("reason,tokens", [("stop", [STOP]), ("length", [2] * 4), ("abort", [2])])
@@ -64,13 +63,13 @@ def test_an_abort_that_comes_after_the_end(reason, tokens):
     """Such a response is finished: to resume it would go on behind its last token. Here nobody hears of its stop token
     in time to answer."""
     engine = submitted(2)
-    assert engine.step() == []
+    assert not engine.step()
     engine.drawer.ends[2] = reason
     engine.abort([FIRST] * 2)
     with pytest.raises(KeyError):
         engine.resume(FIRST, Segment.given([]))
     assert parts(engine.step()) == [(0, tokens, reason)]
-    assert engine.step() == [] and not engine._open
+    assert not engine.step() and not engine._open
 
 
 @pytest.mark.parametrize("reason,tokens", [("stop", [STOP]), ("length", [2] * 4), ("abort", None)])
@@ -82,23 +81,23 @@ def test_a_pause_that_comes_after_the_end(reason, tokens):
     engine._pause()
     assert not engine.drawer.drawing
     assert parts(engine.step()) == ([] if tokens is None else [(0, tokens, reason)])
-    assert [len(one.token_ids) for one in engine.drawer.drawing.values()] == [1] * (tokens is None)
+    assert [one.episode.response_len for one in engine.drawer.drawing.values()] == [1] * (tokens is None)
     assert list(engine._parked) == [FIRST] * (reason == "stop")
 
 
 def test_a_report_tells_tokens_of_two_versions_apart():
     """The weights change after the hot first token, which is not reported yet."""
     engine = submitted(0, params=SamplingParams(4, first_temperature=8.0))
-    assert engine.step() == []
+    assert not engine.step()
     engine._pause()
     engine.weight_version = 1
-    part, = engine.step()
-    assert part.segments == [Segment([0], [-1.0], version=0), Segment([0] * 3, [-1.0] * 3, version=1)]
+    episode, = engine.step().values()
+    assert episode.segments == [Segment([0], [-1.0], version=0), Segment([0] * 3, [-1.0] * 3, version=1)]
 
 
 def test_a_hot_first_token_is_reported_with_the_rest():
     engine = submitted(0, params=SamplingParams(4, first_temperature=8.0))
-    assert engine.step() == [] and parts(engine.step()) == [(0, [0] * 4, "length")]
+    assert not engine.step() and parts(engine.step()) == [(0, [0] * 4, "length")]
 
 
 def test_what_was_never_begun_is_aborted_too():
@@ -113,12 +112,12 @@ def test_a_reset_ends_all_responses_but_asleep_they_wait():
     with pytest.raises(RuntimeError, match="the library engine is asleep"):
         engine.step()
     engine._asleep = False
-    assert engine.step() == [] and engine.drawer.drawing
+    assert not engine.step() and engine.drawer.drawing
     engine.drawer.empty = True
     with pytest.raises(RuntimeError, match=r"has ended response \('sample', 0, 0\) without a token \(abort\)"):
         engine.step()
     engine.reset()
-    assert engine.step() == [] and not engine.drawer.drawing and not engine._open
+    assert not engine.step() and not engine.drawer.drawing and not engine._open
 
 
 def test_parameters_of_the_rest_are_checked():

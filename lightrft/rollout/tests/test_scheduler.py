@@ -236,15 +236,21 @@ def test_nothing_is_submitted_for_nobody():
 
 
 @pytest.mark.parametrize("changed, words", [
-    (lambda part: part._replace(finish_reason="eos"), "the reason 'eos'"),
-    (lambda part: part._replace(segments=[replace(part.segments[0], logprobs=[])]), "with 0 log-probs"),
-    (lambda part: part._replace(segments=[replace(part.segments[0], version=-1)]), "of the version -1 of .* 0 to 0"),
-    (lambda part: part._replace(segments=[Segment([5] * 99, [0.0] * 99)]), "99 tokens .* that may have")
+    (dict(finish_reason="eos"), "the reason 'eos'"), (dict(segments=[Segment([5], [])]), "with 0 log-probs"),
+    (dict(segments=[Segment([5], [0.0], version=-1)]), "of the version -1 of .* 0 to 0"),
+    (dict(segments=[Segment([5] * 99, [0.0] * 99)]), "of 99 tokens, which may have")
 ])  # yapf: disable
-def test_a_part_that_no_engine_may_return_is_named(changed, words):
+def test_a_response_that_no_engine_may_return_is_named(changed, words):
     broken = engine()
     step = broken.step
-    broken.step = lambda: [changed(each) for each in step()]
+
+    def harmed():
+        ended = step()
+        for episode in ended.values():
+            vars(episode).update(changed)
+        return ended
+
+    broken.step = harmed
     with pytest.raises(RuntimeError, match=words):
         generate(broken, episodes(), PARAMS)
 

@@ -7,7 +7,7 @@ import pytest
 from lightrft.rollout.hf.continuous_batching import _PATIENCE, Generation
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.rollout.tests.test_partial import TINY
-from lightrft.tests.support.episodes import Group, Response, episodes_of, generate
+from lightrft.tests.support.episodes import Group, Response, generate, keyed
 from lightrft.tests.support.stepping import ANSWER, rounds_keep_to_the_protocol, step
 from lightrft.tests.support.turns import PARAMS, Toy, by_hand
 from lightrft.types import Key, Segment
@@ -59,7 +59,7 @@ def test_answered_responses_share_a_pass(monkeypatch):
     """One alone waits some steps for others, while these draw; those that are answered together go on together."""
     stepped, seen = engine(), passes(monkeypatch)
     seldom = replace(PARAMS, max_new_tokens=100, stop_token_ids=tuple(range(40, 46)))
-    stepped.submit(episodes_of([Group(requests()[0].token_ids, range(40))]), seldom, waits=True)
+    stepped.submit(keyed([Group(requests()[0].token_ids, range(40))]), seldom, waits=True)
 
     def until(ready):
         steps = 0
@@ -84,7 +84,7 @@ def test_answered_responses_go_on_before_others_take_free_slots(monkeypatch):
     """Their prompts could leave for those of the others."""
     stepped, seen = engine(kv_bytes=4 * TINY), passes(monkeypatch)
     asked = [Group([*requests()[0].token_ids, k], [k]) for k in range(24)]
-    stepped.submit(episodes_of(asked), replace(PARAMS, max_new_tokens=24), waits=True)
+    stepped.submit(keyed(asked), replace(PARAMS, max_new_tokens=24), waits=True)
     while len(stepped._queue.parked) < 2:
         stepped.step()
     assert stepped._queue.waiting, "nobody waits for a slot"
@@ -96,7 +96,7 @@ def test_answered_responses_go_on_before_others_take_free_slots(monkeypatch):
 def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
     """Two or three slots: the rows, and the prompts, of waiting responses leave, until all have had their turn."""
     asked, stepped, seen = requests(), engine(kv_bytes=TINY), passes(monkeypatch)
-    stepped.submit(episodes_of(asked), PARAMS, waits=True)
+    stepped.submit(keyed(asked), PARAMS, waits=True)
     first = collect(stepped)
     waiting = [key for key in stepped._queue.parked if len(first[key].token_ids) + 2 < PARAMS.max_new_tokens]
     slots = len(stepped._generation.slots.owners)
@@ -116,7 +116,7 @@ def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
             if done.given or done.finish_reason == "stop":
                 same(first[Key("sample", i, j)], done)
     stepped.abort(list(stepped._queue.open))
-    assert stepped.step() == [] and not stepped._queue.open
+    assert not stepped.step() and not stepped._queue.open
 
 
 def test_requests_parameters_and_pauses_in_between():
@@ -125,9 +125,9 @@ def test_requests_parameters_and_pauses_in_between():
     asked, stepped = requests(), engine()
     plain = replace(PARAMS, stop_token_ids=(), max_new_tokens=20)
     alone = generate(engine(), asked[:2], PARAMS), generate(engine(), asked, plain)
-    stepped.submit(episodes_of(asked[:2], "waits"), PARAMS, waits=True)
+    stepped.submit(keyed(asked[:2], "waits"), PARAMS, waits=True)
     found = collect(stepped, 3)
-    stepped.submit(episodes_of(asked), plain)
+    stepped.submit(keyed(asked), plain)
     for _ in range(4):
         for key, part in collect(stepped, 2).items():
             found.setdefault(key, Response([], [], "abort")).extend(part)

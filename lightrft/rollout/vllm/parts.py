@@ -6,11 +6,12 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from lightrft.rollout.engine import Generated, SamplingParams
+from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
+from lightrft.rollout.partwise import Part
 from lightrft.rollout.vllm.launch import NativeStream, process_state_kept
 from lightrft.rollout.vllm.media import VLLMMedia
-from lightrft.types import Key, Segment
+from lightrft.types import Key
 from lightrft.utils.watchdog import tick
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class VLLMParts:
         self.adapter, self.media, self.stream = adapter, media, stream or NativeStream()
         self.names: dict[Key, tuple[str, str]] = {}  # of the requests under way: ours, and vLLM's own
 
-    def round(self, begun: list[OpenResponse], waiting: bool) -> list[Generated]:
+    def round(self, begun: list[OpenResponse], waiting: bool) -> list[Part]:
         """Implement :meth:`~lightrft.rollout.partwise.PartDrawer.round`: every part draws a token."""
         with process_state_kept() if begun else _generators_kept():
             for response in begun:
@@ -50,9 +51,9 @@ class VLLMParts:
         return [self._taken(output) for output in outputs if output.finished]
 
     def _begin(self, response: OpenResponse) -> None:
-        begun, params, room = len(response.token_ids), response.next_params, 1 if response.begins_hot else response.room
-        prompt = self._prompt(response.prompt) | {"prompt_token_ids": response.all_ids}
-        native = native_params(params, self.stop_of(params), room, (response.seed + begun) % (1 << 63))
+        episode, params, room = response.episode, response.next_params, 1 if response.begins_hot else response.room
+        begun, prompt = episode.response_len, self._prompt(response.prompt) | {"prompt_token_ids": episode.token_ids}
+        native = native_params(params, self.stop_of(params), room, (episode.seed + begun) % (1 << 63))
         name = "/".join(map(str, (*response.key, begun)))
         self.names[response.key] = name, self.engine.add_request(name, prompt, native, lora_request=self.adapter)
 
@@ -63,13 +64,13 @@ class VLLMParts:
         prompt.rendered = prompt.rendered or self.media.rendered(prompt.prompt)
         return prompt.rendered
 
-    def _taken(self, output: Any) -> Generated:
+    def _taken(self, output: Any) -> Part:
         """Convert a finished vLLM request to the part that it drew."""
         role, group, index, _ = output.request_id.rsplit("/", 3)
         del self.names[key := Key(role, int(group), int(index))]
         return _part(key, output)
 
-    def cancel(self, keys: Iterable[Key] | None = None) -> list[Generated]:
+    def cancel(self, keys: Iterable[Key] | None = None) -> list[Part]:
         """Abort requests, and return what they have drawn."""
         from vllm.v1.engine import FinishReason
         states, parts = self.engine.output_processor.request_states, []
@@ -94,9 +95,9 @@ def native_params(params: SamplingParams, stop_ids: list[int], max_tokens: int, 
     return native
 
 
-def _part(key: Key, output: "RequestOutput") -> Generated:
+def _part(key: Key, output: "RequestOutput") -> Part:
     native: Any = output.outputs[0]
-    return Generated(key, [Segment(list(native.token_ids), list(native.logprobs.logprobs))], native.finish_reason)
+    return Part(key, list(native.token_ids), list(native.logprobs.logprobs), native.finish_reason)
 
 
 def _generators_kept() -> AbstractContextManager[None]:

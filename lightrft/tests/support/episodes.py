@@ -1,11 +1,13 @@
 """Short forms for tests of engines: groups of unfinished episodes, and the responses that an engine has generated."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 from lightrft.rollout import scheduler
-from lightrft.rollout.engine import Generated, SamplingParams, SteppedEngine
-from lightrft.types import Episode, Prompt
+from lightrft.rollout.engine import SamplingParams, SteppedEngine
+from lightrft.types import Episode, Key, Prompt
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ def episodes_of(groups: Sequence[Group], role: str = "sample", first: int = 0) -
     return [episode for number, group in enumerate(groups, first) for episode in group.episodes(number, role)]
 
 
+def keyed(groups: Sequence[Group], role: str = "sample") -> dict[Key, Episode]:
+    """Return the episodes of :func:`episodes_of` by their keys, for an engine without a scheduler."""
+    return {episode.key: episode for episode in episodes_of(groups, role)}
+
+
 @dataclass
 class Response:
     """What an episode has behind the prefix of its group: tokens, log-probs, how it ended, and the runs [start, stop)
@@ -56,11 +63,11 @@ class Response:
         return response
 
     @classmethod
-    def part(cls, generated: Generated) -> "Response":
-        """Return what one report of an engine has."""
-        part = cls([], [], generated.finish_reason)
-        for segment in generated.segments:
-            part.extend(cls(segment.token_ids, segment.logprobs, generated.finish_reason))
+    def part(cls, episode: Episode) -> "Response":
+        """Return what an episode has drawn since tokens were given."""
+        part = cls([], [], episode.finish_reason)
+        for segment in reversed([*takewhile(attrgetter("drawn"), reversed(episode.segments))]):
+            part.extend(cls(segment.token_ids, segment.logprobs, episode.finish_reason))
         return part
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.tests.support.episodes import Group, Response, episodes_of, generate
+from lightrft.tests.support.episodes import Group, Response, generate, keyed
 from lightrft.tests.support.turns import NEW, PARAMS, Toy, equal
 from lightrft.types import Key, Segment
 
@@ -23,7 +23,7 @@ def numbered(groups: list[list[Response]], role: str) -> Parts:
 
 def step(engine) -> Parts:
     """One round."""
-    return {part.key: Response.part(part) for part in engine.step()}
+    return {key: Response.part(episode) for key, episode in engine.step().items()}
 
 
 def collect(engine, keys: Iterable[Key]) -> Parts:
@@ -47,21 +47,21 @@ def parameters_run_together(engine, asked: list[Group]) -> None:
     """Samples, a hot first token, greedy responses, few likely tokens: each is what it is alone."""
     alone, expected = [generate(engine, asked, params) for params in KINDS], Parts()
     for number, (params, groups) in enumerate(zip(KINDS, alone, strict=True)):
-        engine.submit(episodes_of(asked, f"kind {number}"), params)
+        engine.submit(keyed(asked, f"kind {number}"), params)
         expected |= numbered(groups, f"kind {number}")
     same(collect(engine, expected), expected)
-    assert engine.step() == []
+    assert not engine.step()
 
 
 def waiting_holds_up_nobody(engine, asked: list[Group]) -> None:
     """The others end. Then all wait, which is no deadlock: some resume by other parameters, the rest is aborted."""
     alone = generate(engine, asked, PARAMS), generate(engine, asked[:2], LONG)
-    engine.submit(episodes_of(asked, "waits"), PARAMS, waits=True)
-    engine.submit(episodes_of(asked[:2], "long"), LONG)
+    engine.submit(keyed(asked, "waits"), PARAMS, waits=True)
+    engine.submit(keyed(asked[:2], "long"), LONG)
     expected = numbered(alone[0], "waits") | numbered(alone[1], "long")
     parts = collect(engine, expected)
     same(parts, expected)
-    assert engine.step() == [] == engine.step(), "it does not wait"
+    assert not engine.step() and not engine.step(), "it does not wait"
     waiting = [key for key, done in parts.items() if key.role == "waits" and done.finish_reason == "stop"
                and len(done.token_ids) + len(ANSWER.token_ids) < NEW]  # yapf: disable
     gone, resumed = waiting[::3], [key for number, key in enumerate(waiting) if number % 3]
@@ -77,13 +77,13 @@ def waiting_holds_up_nobody(engine, asked: list[Group]) -> None:
         begun = replace(asked[key.group], seeds=[0], prefixes=[parts[key].token_ids + ANSWER.token_ids])
         same({key: rest[key]}, {key: generate(engine, [begun], GREEDY)[0][0]})
     engine.abort(expected)
-    assert engine.step() == []
+    assert not engine.step()
 
 
 def an_abort_returns_what_was_drawn(engine, asked: list[Group]) -> None:
     """Of some, while the others go on."""
     whole = generate(engine, asked, LONG)
-    engine.submit(episodes_of(asked), LONG)
+    engine.submit(keyed(asked), LONG)
     expected, reported = numbered(whole, "sample"), Parts()
     while not reported:
         reported |= step(engine)
@@ -99,27 +99,27 @@ def an_abort_returns_what_was_drawn(engine, asked: list[Group]) -> None:
     same(reported | collect(engine,
                             expected.keys() - reported.keys() - ended.keys()) | ended,
          {key: done for key, done in expected.items() if key not in ended})
-    assert engine.step() == []
+    assert not engine.step()
 
 
 def responses_outlive_an_update(engine, asked: list[Group], update: Callable[[], object]) -> None:
     """They go on from their tokens. Here with the same weights, so that greedy ones are those of one go."""
     whole = generate(engine, asked, GREEDY), generate(engine, asked, PARAMS)
-    engine.submit(episodes_of(asked, "greedy"), GREEDY)
-    engine.submit(episodes_of(asked, "waits"), PARAMS, waits=True)
+    engine.submit(keyed(asked, "greedy"), GREEDY)
+    engine.submit(keyed(asked, "waits"), PARAMS, waits=True)
     expected, parts = numbered(whole[0], "greedy"), step(engine)
     update()
     keys = [*expected, *numbered(whole[1], "waits")]
     parts |= collect(engine, [key for key in keys if key not in parts])
     update()
-    assert engine.step() == []
+    assert not engine.step()
     same(parts, expected)
     waiting = next(key for key in keys[len(expected):] if parts[key].finish_reason == "stop" and
                    len(parts[key].token_ids) + len(ANSWER.token_ids) < NEW)  # yapf: disable
     engine.resume(waiting, ANSWER)
     assert collect(engine, [waiting])[waiting].token_ids
     engine.abort(keys)
-    assert engine.step() == []
+    assert not engine.step()
 
 
 def a_slow_answer_is_that_of_a_quick_one(engine, asked: list[Group]) -> None:
