@@ -163,7 +163,7 @@ class EngineConfig:
 
     @property
     def caps(self) -> EngineCaps:
-        """What the engine can do."""
+        """Abilities of the engine."""
         return ENGINES[self.engine_type]
 
     @property

@@ -77,7 +77,7 @@ class RenderingConfig(MediaConfig):
 
     def __post_init__(self) -> None:
         """Read the template as it is typed in a shell."""
-        self.input_template = line_breaks(self.input_template or "") or None
+        self.input_template = line_breaks(self.input_template) if self.input_template else None
 
 
 @dataclass

@@ -55,8 +55,7 @@ def read_responses(cfg: GenerateDataConfig, rescored: bool, renderer: Renderer |
 
 def answered_rows(rows: Rows, cfg: GenerateDataConfig, rescored: bool) -> list[AnsweredRow]:
     """Recognise the rows of one entry; errors as of :func:`read_responses`."""
-    return [_response(row, cfg, rows.where(i), {} if rescored else _score(row, rows.where(i)))
-            for i, row in enumerate(rows.rows)]  # yapf: disable
+    return [_response(row, cfg, where, {} if rescored else _score(row, where)) for row, where in rows.named]
 
 
 def _refuse_media(rows: Rows, columns: set[str]) -> None:

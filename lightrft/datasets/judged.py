@@ -65,8 +65,8 @@ def judged_answers(rows: Rows, cfg: JudgedDataConfig, renderer: Renderer) -> tup
             :func:`~lightrft.datasets.records.check_named_columns`.
     """
     check_named_columns(rows, cfg, ["input_key", "output_key", "label_key"])
-    good = [desirable(row, cfg.label_key, rows.where(i)) for i, row in enumerate(rows.rows)]
-    return good, [last_answer(row, cfg, renderer, rows.where(i)) for i, row in enumerate(rows.rows)]
+    good = [desirable(row, cfg.label_key, where) for row, where in rows.named]
+    return good, [last_answer(row, cfg, renderer, where) for row, where in rows.named]
 
 
 class JudgedDataset(TokenizedDataset[Judged]):

@@ -177,8 +177,8 @@ def find_judgements(entry: int, rows: Rows, cfg: JudgeDataConfig, seed: int,
     """Write the rows of an entry as :func:`to_judgement` does, by uid; ``seed``: of the order of the candidates."""
     check_named_columns(rows, cfg, ["prompt_key", "chosen_key", "rejected_key", "judgement_key"])
     uids = [f"{entry}:{rows.number(i)}" for i in range(len(rows))]
-    return {uid: to_judgement(row, cfg, chosen_is_second(seed, uid), rows.where(i), ends)
-            for i, (uid, row) in enumerate(zip(uids, rows.rows))}  # yapf: disable
+    return {uid: to_judgement(row, cfg, chosen_is_second(seed, uid), where, ends)
+            for uid, (row, where) in zip(uids, rows.named)}  # yapf: disable
 
 
 @dataclass(frozen=True)

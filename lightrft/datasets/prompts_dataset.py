@@ -61,9 +61,9 @@ def usable(rows: Rows, read: Callable[[Row, str], Found], policy: str, fault: st
     """
     found: dict[int, Found] = {}
     errors: list[UnusableRow] = []
-    for i, row in enumerate(rows.rows):
+    for i, (row, where) in enumerate(rows.named):
         try:
-            found[i] = read(row, rows.where(i))
+            found[i] = read(row, where)
         except UnusableRow as error:
             if policy == "error":
                 raise
@@ -217,7 +217,7 @@ def of_difficulty(parts: list[Rows], key: str, cfg: DataConfig) -> list[Rows]:
     """
     low = -math.inf if cfg.difficulty_min is None else cfg.difficulty_min
     high = math.inf if cfg.difficulty_max is None else cfg.difficulty_max
-    values = [[difficulty(row, key, rows.where(i)) for i, row in enumerate(rows.rows)] for rows in parts]
+    values = [[difficulty(row, key, where) for row, where in rows.named] for rows in parts]
     kept = [rows.pick(i for i, value in enumerate(of) if low <= value <= high) for rows, of in zip(parts, values)]
     before, after, everything = sum(map(len, parts)), sum(map(len, kept)), [value for of in values for value in of]
     found = (f"{before - after} of {before} rows have a {key} outside [{low:g}, {high:g}] (the smallest is "

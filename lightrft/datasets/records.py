@@ -291,7 +291,7 @@ def to_prompts(rows: Rows, cfg: DataConfig) -> list[Prompt]:
             for single rows without an answer.
     """
     check_named_columns(rows, cfg, _PROMPT_OPTIONS, _PROMPT_OPTIONS)
-    prompts = [to_prompt(row, cfg, rows.where(i)) for i, row in enumerate(rows.rows)]
+    prompts = [to_prompt(row, cfg, where) for row, where in rows.named]
     _report_answers(rows, prompts, cfg)
     for i, prompt in enumerate(prompts):
         _check_same_shape(rows, prompts[0], i, prompt)

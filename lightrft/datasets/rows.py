@@ -62,6 +62,11 @@ class Rows:
             index -= count
         raise IndexError(f"row {index} is past the end of the data")
 
+    @property
+    def named(self) -> list[tuple[Row, str]]:
+        """The rows, each with the text that names it in messages."""
+        return [(row, self.where(index)) for index, row in enumerate(self.rows)]
+
     def where(self, index: int) -> str:
         """Return file and row number of ``rows[index]`` as text for messages."""
         name, row = self.origin(index)

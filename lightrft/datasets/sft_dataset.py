@@ -225,7 +225,7 @@ class TokenizedDataset(MixedDataset[Item]):
     def _observed(self, entry: int, rows: Rows) -> list[Any]:
         """Return what is read of rows, nothing of those left out: also variables that the template looks up and has as
         their defaults."""
-        variables = [self._renderer.reads(template_kwargs(row, True, rows.where(i))) for i, row in enumerate(rows.rows)]
+        variables = [self._renderer.reads(template_kwargs(row, True, where)) for row, where in rows.named]
         found = self.read(entry, rows)
         return [*found, *variables] if found else []
 

@@ -102,7 +102,7 @@ def load_suite(entry: str, chat: bool, instructed: bool) -> tuple[Rows, list[Pro
     name, path = parse_suite(entry)
     suite = SUITES[name]
     rows = _read(name, suite, path)
-    return rows, [_prompt(name, suite, row, rows.where(i), chat, instructed) for i, row in enumerate(rows.rows)]
+    return rows, [_prompt(name, suite, row, where, chat, instructed) for row, where in rows.named]
 
 
 def _read(name: str, suite: Suite, path: str) -> Rows:

@@ -11,7 +11,7 @@ from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlT
 
 
 class Adapter(NamedTuple):
-    """What makes the environment of a response of a user's class, and the description of that."""
+    """Factory of the environment of a response, of a user's class, and the description of that."""
     factory: Callable[[], Any]
     info: Info
 

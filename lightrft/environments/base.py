@@ -101,7 +101,8 @@ ENVIRONMENTS: Registry[Callable[[], Any]] = Registry("environment")
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What a worker loads: a file (and a name in it), or a pickled class, function or list of functions."""
+    """Source of an environment, which a worker loads: a file (and a name in it), or a pickled class, function or list
+    of functions."""
     path: str = ""
     name: str = ""
     pickled: bytes = b""
@@ -114,8 +115,8 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Info:
-    """What a worker tells about an environment: its interface, the schemas of its tools, whether it answers with text
-    that has the marks of the template, and whether every turn has to bring the whole response."""
+    """Description of an environment by its worker: its interface, the schemas of its tools, whether it answers with
+    text that has the marks of the template, and whether every turn has to bring the whole response."""
     kind: str
     tools: tuple[dict[str, Any], ...] = ()
     writes_marks: bool = False

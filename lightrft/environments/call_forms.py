@@ -47,7 +47,7 @@ class HarmonyCalls:
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
                        prompt_ids: list[int] | None = None) -> "ParsedResponse":
-        """See :class:`CallForm`. A turn that ends as a call without being one has a malformed call."""
+        """Parse a turn as :class:`CallForm` says. One that ends as a call without being one has a malformed call."""
         from renderers import ParsedToolCall, ToolCallParseStatus
         from renderers.parsing import parse_gpt_oss
         parsed = parse_gpt_oss(self.turns.tokenizer, self._opening(token_ids, prompt_ids or []) + token_ids,
@@ -83,7 +83,7 @@ class LlamaCalls:
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
                        prompt_ids: list[int] | None = None) -> "ParsedResponse":
-        """See :class:`CallForm`. Without tools, an object is a text."""
+        """Parse a turn as :class:`CallForm` says. Without tools, an object is a text."""
         from renderers import ParsedResponse
         whole = self.turns.text(token_ids).strip()
         thoughts = self._THOUGHTS.match(whole)

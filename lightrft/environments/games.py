@@ -99,7 +99,7 @@ class SwiftGym(MadePerRow):
 
 
 class SwiftRequest:
-    """What ``reset`` of ms-swift reads of a ``RolloutInferRequest``."""
+    """Fields of a ``RolloutInferRequest`` that ``reset`` of ms-swift reads."""
 
     def __init__(self, messages: list[Message], data: dict[str, Any]) -> None:
         self.messages, self.data_dict = [*messages], data

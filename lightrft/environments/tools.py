@@ -26,7 +26,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 class Answered(NamedTuple):
-    """What a call gives: a text, whether the call was right, and the reward and metrics of tools that have some."""
+    """Result of a call: a text, whether the call was right, and the reward and metrics of tools that have some."""
     text: str
     right: bool
     reward: float | None = None

@@ -1,4 +1,4 @@
-"""What a chat template writes behind an answer, found by what it renders around a probe."""
+"""Text of a chat template behind an answer, found by what it renders around a probe."""
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""What layers with state cost, found on a copy of the model without data: bytes and multiplications."""
+"""Bytes and multiplications of layers with state, found on a copy of the model without data."""
 import inspect
 import json
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class StateLayers:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "StateLayers":
-        """Those of a Hugging Face config."""
+        """Describe the layers of a Hugging Face config."""
         text = config.get_text_config()
         return cls(text.model_type, json.dumps(text.to_dict(), default=str))
 

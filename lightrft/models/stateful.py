@@ -30,7 +30,7 @@ class StateCache(Protocol):
 
 @dataclass(frozen=True)
 class StatefulLayer:
-    """What is particular to the layers of one class.
+    """Particulars of the layers of one class.
 
     Attributes:
         continues: its code takes up a state exactly, so that sequences can share the forward pass of a prompt.

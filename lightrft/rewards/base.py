@@ -67,7 +67,7 @@ class RewardInput:
 
 
 class JudgedRow(Protocol):
-    """What the choice of rewards reads of a row: of a :class:`RewardInput`, or of a prompt without a response."""
+    """Fields that the choice of rewards reads: of a :class:`RewardInput`, or of a prompt without a response."""
 
     @property
     def label(self) -> str:

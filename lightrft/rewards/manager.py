@@ -2,7 +2,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, NamedTuple
@@ -135,14 +135,14 @@ class RewardManager:
         """Return True if a part reads the scores of reward models."""
         return part.reads_models and bool(self.models)
 
-    def begins_early(self, item: JudgedRow) -> bool:
-        """Return True if a slow part judges each response to this prompt on its own."""
+    def begins_early(self, items: Iterable[JudgedRow]) -> bool:
+        """Return True if a slow part judges each response to one of these prompts on its own."""
         return any(part.submit is not None and not part.together and part.name not in self.models
-                   for part, _ in self.parts_of(item))  # yapf: disable
+                   for item in items for part, _ in self.parts_of(item))  # yapf: disable
 
-    def compares(self, item: JudgedRow) -> bool:
-        """Return True if a part judges all responses to this prompt together."""
-        return any(part.together for part, _ in self.parts_of(item))
+    def compares(self, items: Iterable[JudgedRow]) -> bool:
+        """Return True if a part judges all responses to one of these prompts together."""
+        return any(part.together for item in items for part, _ in self.parts_of(item))
 
     def parts_of(self, item: JudgedRow) -> Weighted:
         """Return the weighted parts that judge a row: those of its ``--reward_recipe``, else those of ``--reward``, the

@@ -61,8 +61,8 @@ def check_episodes(episodes: Iterable[Episode], params: SamplingParams, engine: 
         prompt, name = group[0].prompt, f"prompt {group[0].group_id}"
         if not prompt.token_ids:
             raise ValueError(f"{name} is empty")
-        responses = [episode.response_ids for episode in group]
-        if (begun := max(map(len, responses))) >= params.max_new_tokens:
+        responses = [episode.response_ids for episode in group if episode.segments]
+        if (begun := max(map(len, responses), default=0)) >= params.max_new_tokens:
             raise UserError(f"a response to {name} resumes from {begun} tokens, but may have {params.max_new_tokens}; "
                             "use the --generate_max_len that it was started with")
         check_ids(name, [*prompt.token_ids, *chain.from_iterable(responses)], vocabulary)

@@ -1,4 +1,4 @@
-"""What an engine knows of unfinished episodes beside their tokens: prompts and responses, and where they are."""
+"""Prompts and responses of unfinished episodes, as an engine has them: all but their tokens."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -58,7 +58,7 @@ class OpenResponse:
 
     @property
     def begins_hot(self) -> bool:
-        """True if the next token is the first one, and that has a temperature of its own."""
+        """True if the next token is the first one, which has a temperature of its own."""
         return self.params.first_temperature is not None and not self.episode.segments
 
     @property
@@ -67,18 +67,18 @@ class OpenResponse:
         params = self.params
         return replace(params, temperature=cast(float, params.first_temperature)) if self.begins_hot else params
 
-    def resume(self, given: Segment, params: SamplingParams | None) -> None:
+    def resume(self, answer: Segment, params: SamplingParams | None) -> None:
         """Append an answer; ``params``: of all that is drawn from now on.
 
         Raises:
             ValueError: after the answer no token could be drawn.
         """
-        length, params = self.episode.response_len + len(given.token_ids), params or self.params
+        length, params = self.episode.response_len + len(answer.token_ids), params or self.params
         if length >= params.max_new_tokens:
             raise ValueError(f"response {self.key} has {length} tokens with its answer, of {params.max_new_tokens} "
                              "that it may have: none is left to draw")
         self.params = params
-        self.episode.add([given])
+        self.episode.add([answer])
 
 
 def opened(episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool) -> list[list[OpenResponse]]:

@@ -134,10 +134,10 @@ class Run:
         return Round([episode for name, episode in ended if name in self.groups],
                      [self.groups[name] for name in complete if name in self.groups])
 
-    def begin(self, key: Key, episode: Episode, own: bool) -> None:
+    def begin(self, key: Key, episode: Episode, local: bool) -> None:
         """Note that an episode, perhaps of this rank itself, is open."""
         self.left[key[:2]] += 1
-        if own:
+        if local:
             self.groups.setdefault(key[:2], []).append(episode)
 
     def end(self, key: Key, episode: Episode) -> None:
@@ -149,10 +149,10 @@ class Run:
 
 
 class Flight(NamedTuple):
-    """An unfinished response. ``own``: it is of this rank; else ``episode`` stands in for that of another one."""
+    """An unfinished response. ``local``: it is of this rank; else ``episode`` stands in for that of another one."""
     run: Run
     episode: Episode
-    own: bool
+    local: bool
 
     @property
     def room(self) -> int:
@@ -204,7 +204,7 @@ class Scheduler:
             ValueError: an episode has the key of another unfinished one, or cannot be run.
         """
         episodes = list(episodes)
-        everyone, mine = share_episodes(episodes, self.engine.group)
+        everyone, local = share_episodes(episodes, self.engine.group)
         run = Run(self, params, next_turn)
         if not everyone:
             return run
@@ -216,8 +216,8 @@ class Scheduler:
                              "of their own")
         self.engine.submit(dict(everyone), params, waits=next_turn is not None)
         for number, (key, episode) in enumerate(everyone):
-            self.flights[key] = Flight(run, episode, own=number in mine)
-            run.begin(key, episode, number in mine)
+            self.flights[key] = Flight(run, episode, number in local)
+            run.begin(key, episode, number in local)
         return run
 
     def step(self) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
                 "rounds, which is more than their tokens: it draws none")
 
     def _sorted(self, reported: Iterable[Key]) -> tuple[dict[Key, Turn], list[Key]]:
-        """Tell reported responses apart: those that have ended, without a next turn, and those that wait for one."""
+        """Sort reported responses: those that have ended, without a next turn, and those that wait for one."""
         ended, stopped = dict[Key, Turn](), list[Key]()
         for key in reported:
             if (flight := self.flights.get(key)) is not None:
@@ -284,15 +284,15 @@ class Scheduler:
         that are there, of all ranks."""
         self.waiting |= dict.fromkeys(stopped)
         for run in dict.fromkeys(self.flights[key].run for key in stopped):
-            own = [key for key in stopped if self.flights[key].run is run and self.flights[key].own]
-            if own and run.next_turn is not None:
-                turns = run.next_turn([self.flights[key].episode for key in own])
-                self.waiting |= zip(own, turns, strict=True)
+            keys = [key for key in stopped if self.flights[key].run is run and self.flights[key].local]
+            if keys and run.next_turn is not None:
+                turns = run.next_turn([self.flights[key].episode for key in keys])
+                self.waiting |= zip(keys, turns, strict=True)
         if not self.waiting:
             return {}
-        own_turns = {key: result_of(turn) for key, turn in self.waiting.items()
-                     if self.flights[key].own and _is_there(turn)}  # yapf: disable
-        ready = share_turns(own_turns, self.engine.group)
+        local_turns = {key: result_of(turn) for key, turn in self.waiting.items()
+                       if self.flights[key].local and _is_there(turn)}  # yapf: disable
+        ready = share_turns(local_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
         return ready
 

@@ -90,8 +90,8 @@ def share_turns(turns: dict[Key, list[int] | None], group: dist.ProcessGroup | N
         return turns
     records = _gather(([[*key.role.encode()], [key.group, key.index], *([] if token_ids is None else [token_ids])]
                        for key, token_ids in turns.items()), group)  # yapf: disable
-    return {Key(_text(role), *numbers): given[0] if given else None
-            for role, numbers, *given in chain.from_iterable(records)}  # yapf: disable
+    return {Key(_text(role), *numbers): turn[0] if turn else None
+            for role, numbers, *turn in chain.from_iterable(records)}  # yapf: disable
 
 
 def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.sharding import filled, Slices
+from lightrft.strategy.sharding import filled, ReadsBlock, Slices
 from lightrft.utils.tensors import on_meta, replace_tensors
 
 Builder = Callable[[], nn.Module]  # builds a model when it is its turn
@@ -20,11 +20,15 @@ class ReadsWeights(Protocol):
         """Return the block at the indices ``at`` of the tensor that has ``name`` in this module."""
 
 
-def read_block(model: nn.Module, name: str, at: Slices) -> Tensor:
-    """Return the block ``at`` of the tensor ``name``, which ``model`` reads."""
-    if not isinstance(model, ReadsWeights):
+def reader(model: nn.Module) -> ReadsBlock:
+    """Return what reads the tensors of ``model`` on the meta device."""
+    if isinstance(model, ReadsWeights):
+        return model.read
+
+    def refuse(name: str, at: Slices) -> Tensor:
         raise ValueError(f"{name} of {type(model).__name__} is on the meta device, and nothing can read it")
-    return model.read(name, at)
+
+    return refuse
 
 
 def read_elements(model: nn.Module, name: str, shape: torch.Size, start: int, count: int) -> Tensor:
@@ -32,7 +36,7 @@ def read_elements(model: nn.Module, name: str, shape: torch.Size, start: int, co
     file, the rows that hold them are read."""
     width = shape[1:].numel()
     first = start // width
-    rows = read_block(model, name, (slice(first, -(-(start + count) // width)), ))
+    rows = reader(model)(name, (slice(first, -(-(start + count) // width)), ))
     return rows.reshape(-1)[start - first * width:][:count]
 
 
@@ -41,4 +45,4 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     rank's blocks. Tensors follow one another, so that one is read at a time."""
 
     with torch.no_grad():
-        replace_tensors(model, on_meta, lambda name, tensor: filled(tensor, device, partial(read_block, model, name)))
+        replace_tensors(model, on_meta, partial(filled, device, reader(model)))

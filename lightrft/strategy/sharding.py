@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard, Placement, S
 from lightrft.ops.fingerprint import Piece, slice_pieces
 
 Slices = tuple[slice, ...]
+ReadsBlock = Callable[[str, Slices], Tensor]  # of the tensor of a name
 
 
 class Block(NamedTuple):
@@ -183,10 +184,10 @@ def like(shard: Tensor, owner: Tensor) -> Tensor:
     return DTensor(shard, spec, requires_grad=False)
 
 
-def filled(tensor: Tensor, device: torch.device, read: Callable[[Slices], Tensor]) -> Tensor:
-    """Return a tensor on ``device`` in the place of one without data; ``read`` returns the blocks of the whole one that
-    this rank stores."""
+def filled(device: torch.device, read: ReadsBlock, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor on ``device`` in the place of the one of this ``name``, which has no data; ``read`` returns the
+    blocks of the whole one that this rank stores."""
     shard = torch.empty_like(local(tensor), device=device)
     for block in blocks(tensor):
-        shard[block.shard] = read(block.whole)
+        shard[block.shard] = read(name, block.whole)
     return like(shard, tensor)

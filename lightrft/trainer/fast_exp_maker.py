@@ -27,7 +27,7 @@ from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
 from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import decode, group_seeds, respond, reward_input, sampling_params
-from lightrft.trainer.scores import fill_rewards, on_tokens, step_rewards, take_numbers
+from lightrft.trainer.scores import fill_rewards, step_rewards, take_scores
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, by_group, Episode, MediaSource, Prompt, unfinished
 from lightrft.utils.lightrft_names import answers_names
@@ -68,7 +68,7 @@ class RewardListener:
 
     def wants_each(self, prompts: Sequence[Prompt]) -> bool:
         """Return True if a reward of a prompt scores single responses early."""
-        return any(self.rewards.begins_early(prompt) for prompt in prompts)
+        return self.rewards.begins_early(prompts)
 
     def arrived(self, samples: list[Episode]) -> None:
         """Begin to score the samples."""
@@ -283,7 +283,7 @@ class FastExperienceMaker:
             return False
         if self.config.rollout.oversample <= 1:
             return True
-        return not (self.greedy or any(self.rewards.compares(prompt) for prompt in prompts))
+        return not (self.greedy or self.rewards.compares(prompts))
 
     def _answer_greedily(self, samples: list[Episode]) -> Wait | None:
         """Start the greedy baseline of each group, if needed; the function returned waits for its scores."""
@@ -300,13 +300,7 @@ class FastExperienceMaker:
             with self.timer("reward"):
                 if baseline is not None:
                     baseline()
-                for sample, score in zip(samples, self.reward_listener.scores(), strict=True):
-                    sample.score = score
-                    take_numbers(sample)
-                    sample.steps = on_tokens(sample, score.steps, self.tokenizer)
-                    if self.turn_rewards and sample.play is not None and score.total is not None:
-                        weight = score.weights.get("environment", 0.0)
-                        sample.steps += [(at, weight * reward) for at, reward in sample.play.rewards]
+                take_scores(samples, self.reward_listener.scores(), self.tokenizer, self.turn_rewards)
 
         return wait
 

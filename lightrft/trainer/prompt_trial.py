@@ -189,8 +189,8 @@ def _read(cfg: DataConfig, split: str, found: Found, model: str | None, most: Co
 
 def _read_again(cfg: DataConfig, takes: Sequence[str], rows: Rows) -> list[Any]:
     """Return what a run reads of rows, with the number of their media."""
-    return [(replace(prompt, columns={}), count_media(row, cfg, prompt.chat, rows.where(i), takes))
-            for i, (row, prompt) in enumerate(zip(rows.rows, to_prompts(rows, cfg)))]  # yapf: disable
+    return [(replace(prompt, columns={}), count_media(row, cfg, prompt.chat, where, takes))
+            for (row, where), prompt in zip(rows.named, to_prompts(rows, cfg))]  # yapf: disable
 
 
 def _takes(model: str | None) -> Sequence[str]:

@@ -63,24 +63,39 @@ def _chat(episode: Episode, play: Play) -> list[Message]:
     return chat
 
 
-def take_numbers(episode: Episode) -> None:
-    """Set the declared numbers of a scored episode that a reward returned beside its score, or its environment counted,
-    under their names.
+def take_scores(episodes: list[Episode], scores: list[Score], tokenizer: PreTrainedTokenizerBase,
+                turn_rewards: bool) -> None:
+    """Set the scores of episodes, the declared numbers that come with them, and the rewards of their steps; with
+    ``turn_rewards`` also those of the turns of an environment.
+
+    Raises:
+        UserError: a number comes from two places.
+    """
+    for episode, score in zip(episodes, scores, strict=True):
+        episode.score, episode.steps = score, on_tokens(episode, score.steps, tokenizer)
+        if turn_rewards and episode.play is not None and score.total is not None:
+            weight = score.weights.get("environment", 0.0)
+            episode.steps += [(at, weight * reward) for at, reward in episode.play.rewards]
+    for name in NUMBERS:
+        for episode in episodes:
+            take_number(name, episode)
+
+
+def take_number(name: str, episode: Episode) -> None:
+    """Set a declared number of a scored episode that a reward returned beside its score, or its environment counted.
 
     Raises:
         UserError: a number comes from two places.
     """
     score, play = episode.score or Score(None), episode.play
-    for name in NUMBERS:
-        given = {f"the reward {part}": score.parts.get(f"{part}/{name}") for part in score.weights}
-        given |= {"the environment": play.metrics.get(name) if play else None, "the rollout": episode.extra.get(name)}
-        values = {source: value for source, value in given.items() if value is not None}
-        if len(values) > 1:
-            raise UserError(
-                f"the number {name!r} of a response comes from {' and from '.join(values)}; rename it in one "
-                "of them")
-        episode.extra |= {name: value for value in values.values()}
-        NUMBERS.get(name).read(name, episode)  # refuses one for a number of every token, which is packed before
+    given = {f"the reward {part}": score.parts.get(f"{part}/{name}") for part in score.weights}
+    given |= {"the environment": play.metrics.get(name) if play else None, "the rollout": episode.extra.get(name)}
+    values = {source: value for source, value in given.items() if value is not None}
+    if len(values) > 1:
+        raise UserError(f"the number {name!r} of a response comes from {' and from '.join(values)}; rename it in one "
+                        "of them")
+    episode.extra |= {name: value for value in values.values()}
+    NUMBERS.get(name).read(name, episode)  # refuses one for a number of every token, which is packed before
 
 
 def fill_rewards(batch: Batch, episodes: list[Episode], estimator: Advantage, ranks: Ranks = HERE) -> dict[str, float]:

@@ -160,8 +160,8 @@ class Episode:
 
     @property
     def runs(self) -> list[tuple[bool, int, int]]:
-        """Whether the policy drew them, start and stop in the sequence of each run of tokens of the response from one
-        source."""
+        """Runs of tokens of the response from one source: whether the policy drew them, start and stop in the sequence.
+        """
         runs, start = list[tuple[bool, int, int]](), self.prompt_len
         for drawn, segments in groupby(self.segments, key=attrgetter("drawn")):
             stop = start + sum(len(segment.token_ids) for segment in segments)

@@ -1,4 +1,4 @@
-"""What a medium of a prompt becomes, and where media come from."""
+"""Tensors of the media of prompts, and their source."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -8,7 +8,7 @@ BETWEEN = "\n"  # turns of the policy, where they are read as one text
 
 @dataclass
 class Play:
-    """What an environment and a policy did in one response.
+    """Record of the turns of an environment and a policy in one response.
 
     Attributes:
         messages: turns with their roles, those of the policy as it drew them.

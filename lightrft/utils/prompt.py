@@ -34,10 +34,10 @@ class Prompt:
 
     @property
     def asked(self) -> str | list[Message]:
-        """What the row asks, before it is rendered: its messages, else its text."""
+        """Question of the row, before it is rendered: its messages, else its text."""
         return self.messages or self.text
 
     @property
     def chat(self) -> list[Message]:
-        """What the row asks as a chat, before it is rendered; a text is one turn of the user."""
+        """Question of the row as a chat, before it is rendered; a text is one turn of the user."""
         return self.messages or [{"role": "user", "content": self.text}]

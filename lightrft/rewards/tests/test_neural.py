@@ -39,7 +39,7 @@ def test_rewards_are_those_of_hugging_face(scorers):
     a, b = plain(scorers[0], ITEMS), plain(scorers[1], ITEMS)
     manager = manager_of(*scorers, setup=ScorerSetup(max_tokens=100))
     handles = [manager.submit(ITEMS[:4]), manager.submit(ITEMS[4:])]
-    assert not manager.begins_early(ITEMS[0])
+    assert not manager.begins_early(ITEMS[:1])
     passes = []
     manager.neural["rm1"].model.register_forward_pre_hook(lambda _, args: passes.append(args[0]))
     scores = [score for handle in handles for score in manager.collect(handle)]

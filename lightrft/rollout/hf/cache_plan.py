@@ -1,4 +1,4 @@
-"""What the cache of the HF engine holds of a sequence, and for how many sequences there is room."""
+"""Bytes of a sequence in the cache of the HF engine, and the number of sequences for which there is room."""
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field

@@ -11,6 +11,7 @@ filled with them. In both cases its state is then the same as if all its tokens 
 """
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,6 @@ class Generation:
         """Draw a token for answered and waiting samples if enough slots are free, else for every row; return what has
         ended."""
         slots, alive = self.slots, self.slots.alive
-        slots.leave()
         if self._goes_on():
             return self._continue()
         if waiting := self.queue.waiting:
@@ -118,9 +118,10 @@ class Generation:
         if not prompts:
             return None
         logits = self._prefill(prompts, room[:len(prompts)])
-        responses, rest = responses[:len(free)], responses[len(free):]
-        if rest:
-            self.queue.shared, prompts[-1].responses, prompts[-1].logits = prompts[-1], rest, logits[-1:].clone()
+        responses, others = responses[:len(free)], responses[len(free):]
+        if others:
+            self.queue.shared, prompts[-1].responses = prompts[-1], others
+            prompts[-1].logits = logits[-1:].clone()
         return self._start(responses, free[:len(responses)], logits[upload(source[:len(responses)], self.device)])
 
     def _admit_shared(self, prompt: OpenPrompt, free: np.ndarray) -> list[OpenResponse]:
@@ -173,7 +174,8 @@ class Generation:
         lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
         for group in _passes(lengths):
             some = [responses[i] for i in group]
-            inputs = self._inputs([one.prompt for one in some], [one.episode.token_ids for one in some])
+            inputs = self._inputs([response.prompt for response in some],
+                                  [response.episode.token_ids for response in some])
             skip = np.array([response.prompt.length for response in some])
             logits.append(self._forward(inputs, Prefill(self.cache, inputs.pop("packing"), slots[group], skip)))
         return torch.cat(logits)
@@ -199,12 +201,13 @@ class Generation:
         """Run the last drawn token of responses, and what is appended to it, into their slots; return last-token logits
         [k, V]."""
         slots = np.array([response.slot for response in responses])
-        begins, ends = self.slots.count[slots] - 1, np.array([one.episode.response_len for one in responses])
+        begins, ends = self.slots.count[slots] - 1, _lengths(responses)
         prompts = [response.prompt for response in responses]
         lengths = np.array([prompt.length for prompt in prompts])
         view = Extend(self.cache, np.array([prompt.slot for prompt in prompts]), lengths, slots, begins, ends - begins)
         after = lengths + [prompt.shift for prompt in prompts]
-        tokens = [token for one, begin in zip(responses, begins) for token in one.episode.response_ids[begin:]]
+        tokens = [token for response, begin in zip(responses, begins)
+                  for token in response.episode.response_ids[begin:]]  # yapf: disable
         positions = np.concatenate([start + np.arange(a, b) for start, a, b in zip(after, begins, ends)])
         ids, at = (upload(values, self.device)[None] for values in (tokens, positions))
         return self._forward({"input_ids": ids, "position_ids": at, "attention_mask": None, "use_cache": False}, view)
@@ -213,11 +216,12 @@ class Generation:
     def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
         """Draw the next token of responses from ``logits`` [k, V]; from now on their slots are live."""
         tick()
-        parts = _by_params([response.next_params for response in responses])
-        if len(parts) > 1:
-            return [one for _, rows in parts for one in self._draw([responses[i] for i in rows], slots[rows],
-                                                                   logits[upload(rows, self.device)])]  # yapf: disable
-        begun = np.array([response.episode.response_len for response in responses])
+        variants = _by_params([response.next_params for response in responses])
+        if len(variants) > 1:
+            drawn = [self._draw([responses[i] for i in rows], slots[rows], logits[upload(rows, self.device)])
+                     for _, rows in variants]  # yapf: disable
+            return [*chain.from_iterable(drawn)]
+        begun = _lengths(responses)
         after = [response.prompt.length + response.prompt.shift for response in responses]
         index, column, start = upload(np.stack([slots, begun, after]), self.device)
         state = torch.zeros_like(self.state[:, :len(slots)])
@@ -228,7 +232,7 @@ class Generation:
         self.slots.occupy(responses, slots, begun + 1)
         seen = self._seen_by(responses)
         noise = None if self.noise is None else self.noise[index, column]
-        done = self._record(state, index, logits, noise, seen, parts[0][0])
+        done = self._record(state, index, logits, noise, seen, variants[0][0])
         self.state[:, index] = state
         if self.seen is not None and seen is not None:
             self.seen[index] = seen
@@ -299,7 +303,8 @@ class Generation:
         slots[drawing] = [response.prompt.slot for response in responses]
         lengths[drawing] = [response.prompt.length for response in responses]
         self.reads, self.sizes = (slots, lengths), sizes(slots, lengths)
-        self.variants = [(params, drawing[rows]) for params, rows in _by_params([one.params for one in responses])]
+        self.variants = [(params, drawing[rows])
+                         for params, rows in _by_params([response.params for response in responses])]
         self.slots.moved = False
 
     def _record(self, state: Tensor, rows: Tensor, logits: Tensor, noise: Tensor | None, seen: Tensor | None,
@@ -327,20 +332,16 @@ class Generation:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
     def _end(self, slots: np.ndarray) -> list[OpenResponse]:
-        """Report what ``slots`` have drawn up to a stop token or the last that they may draw; free or park them."""
-        responses = self.slots.fetch(slots)
-        parked = list[int]()
+        """Return the responses that have drawn a stop token or the last that they may draw; free or park ``slots``."""
+        responses, parked, finished = self.slots.fetch(slots), list[OpenResponse](), list[OpenResponse]()
         for response in responses:
             stopped = response.episode.segments[-1].token_ids[-1] in self._stop(response.params)[1]
             response.episode.finish_reason = "stop" if stopped else "length"
-            if response.waits and stopped and response.room:
-                self.queue.parked[response.key] = response
-                parked.append(response.slot)
-            else:
-                self.queue.finish(response)
-        self.slots.park(parked)
-        gone = [response.slot for response in responses if response.key not in self.queue.open]
-        self.slots.vacate(np.array(gone, dtype=np.int64))
+            (parked if response.waits and stopped and response.room else finished).append(response)
+        self.queue.park(parked)
+        self.queue.finish(finished)
+        self.slots.park([response.slot for response in parked])
+        self.slots.vacate(np.array([response.slot for response in finished], dtype=np.int64))
         return responses
 
     def abort(self, keys: Iterable[Key]) -> list[OpenResponse]:
@@ -359,6 +360,11 @@ class Generation:
         self.slots.vacate_all()
 
 
+def _lengths(responses: Iterable[OpenResponse]) -> np.ndarray:
+    """Numbers of tokens of responses, without their prompts."""
+    return np.array([response.episode.response_len for response in responses])
+
+
 def _passes(lengths: np.ndarray) -> list[np.ndarray]:
     """Indices of the sequences of each prefill pass."""
     passes = (lengths.cumsum() - lengths) // _PREFILL_TOKENS
@@ -370,4 +376,4 @@ def _by_params(params: Sequence[SamplingParams]) -> list[tuple[SamplingParams, n
     distinct = dict.fromkeys(params)
     if len(distinct) == 1:
         return [(params[0], np.arange(len(params)))]
-    return [(one, np.array([i for i, other in enumerate(params) if other == one])) for one in distinct]
+    return [(same, np.array([i for i, other in enumerate(params) if other == same])) for same in distinct]

@@ -51,7 +51,7 @@ def _inference(model: nn.Module) -> Iterator[None]:
     training, before = [module for module in model.modules() if module.training], vars(head).get("forward")
     for module in training:
         module.training = False
-    vars(head)["forward"] = lambda hidden: full_logits(hidden, head.weight, head.bias)
+    vars(head)["forward"] = partial(full_logits, weight=head.weight, bias=head.bias)
     try:
         yield
     finally:
@@ -181,9 +181,9 @@ class HFEngine:
 
     def _suits(self, opened: list[OpenResponse]) -> bool:
         """Return True if the workspace takes all of ``opened``, and another would have less than twice its slots."""
-        plan, params, space = self._plan(opened), covering(one.params for one in opened), cast(Workspace, self._space)
-        held = space.cache.plan
-        return (space.takes(params) and plan.prompt_len <= held.prompt_len and plan.slots < 2 * held.slots
+        space, plan = cast(Workspace, self._space), self._plan(opened)
+        params, present = covering(response.params for response in opened), space.cache.plan
+        return (space.takes(params) and plan.prompt_len <= present.prompt_len and plan.slots < 2 * present.slots
                 and (self.longest > 0 or _longest(opened) <= self._length))
 
     def _begin(self, opened: list[OpenResponse]) -> None:
@@ -234,7 +234,8 @@ class HFEngine:
     def _plan(self, opened: list[OpenResponse]) -> KVPlan:
         """Plan a cache of as many slots as are needed and affordable; on a GPU for prompts that are somewhat longer, if
         that takes no slot."""
-        sizes, new = Counter(response.prompt for response in opened), max(one.params.max_new_tokens for one in opened)
+        sizes = Counter(response.prompt for response in opened)
+        new = max(response.params.max_new_tokens for response in opened)
         if not self.kv_bytes:
             self.kv_bytes = total_memory(self._device) // HF_CACHE_PART // self.share
         prompt, token = max(prompt.length for prompt in sizes), (spec := self._probe()[0]).bytes_per_token
@@ -253,8 +254,8 @@ class HFEngine:
     def _space_for(self, plan: KVPlan, spec: KVSpec, params: SamplingParams, joined: tuple[int, ...]) -> Workspace:
         """The tensors of the last call when they fit, with the graphs that use them, else new ones; ``joined``: the
         addresses of joined weights."""
-        held = [*self.model.parameters(), *self.model.buffers()]
-        model = *joined, *(tensor.data_ptr() for tensor in held), *map(attrgetter("fixed"), ropes(self.model))
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        model = *joined, *(tensor.data_ptr() for tensor in tensors), *map(attrgetter("fixed"), ropes(self.model))
         sizes = Sizes(replace(params, stop_token_ids=()), len(self._stop_mask(params)), model)
         if self._space is None or not self._space.fits(plan, sizes):
             cache = self._cache if self._cache is not None and self._cache.plan == plan else None
@@ -292,9 +293,9 @@ class HFEngine:
         self._pause()
         if self.owns_model:
             self._ready = False
-            held = dict(self.model.named_parameters())
-            for name, tensor in checked(named_tensors, {name: weight.shape for name, weight in held.items()}):
-                held[name].copy_(tensor)
+            weights = dict(self.model.named_parameters())
+            for name, tensor in checked(named_tensors, {name: weight.shape for name, weight in weights.items()}):
+                weights[name].copy_(tensor)
             self._ready = True
         self.weight_version = version
 
@@ -308,8 +309,8 @@ class HFEngine:
 
     def fingerprints(self, names: list[str]) -> Tensor:
         """Compute the fingerprints of weights that the model computes with."""
-        held = dict(compute_weights(self.model))
-        return fingerprints([Piece(held[name]) for name in names]).cpu()
+        weights = dict(compute_weights(self.model))
+        return fingerprints([Piece(weights[name]) for name in names]).cpu()
 
     def sleep(self) -> None:
         """Free the key-value cache, and the weights if they are a copy: :meth:`update_weights` overwrites them all. On
@@ -331,8 +332,8 @@ class HFEngine:
     @property
     def _small(self) -> bool:
         weights = sum(weight.nbytes for weight in self.model.parameters()) if self.owns_model else 0
-        held = (self._space.nbytes if self._space else 0) + (self._fused.nbytes if self._fused else 0)
-        return self._device.type == "cuda" and (weights + held) * HF_KEPT_PART <= total_memory(self._device)
+        others = (self._space.nbytes if self._space else 0) + (self._fused.nbytes if self._fused else 0)
+        return self._device.type == "cuda" and (weights + others) * HF_KEPT_PART <= total_memory(self._device)
 
     def wake(self) -> None:
         """Allocate the weights of a copy again; :meth:`update_weights` fills them."""

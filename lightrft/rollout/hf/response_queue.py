@@ -46,18 +46,22 @@ class ResponseQueue:
         shared = len(self.shared.responses) if self.shared else 0
         return shared + len(self.resuming) + sum(len(prompt.responses) for prompt in self.prompts)
 
-    def finish(self, response: OpenResponse) -> None:
-        """Forget a response, wherever it is."""
-        if self.open.pop(response.key, None) is not None:
-            response.prompt.left -= 1
-            self.parked.pop(response.key, None)
+    def park(self, responses: Iterable[OpenResponse]) -> None:
+        """Let responses wait for an answer."""
+        self.parked |= {response.key: response for response in responses}
+
+    def finish(self, responses: Iterable[OpenResponse]) -> None:
+        """Forget responses, wherever they are."""
+        for response in responses:
+            if self.open.pop(response.key, None) is not None:
+                response.prompt.left -= 1
+                self.parked.pop(response.key, None)
 
     def abort(self, keys: Iterable[Key]) -> list[OpenResponse]:
         """End responses, of which all that was drawn is on the host; return those that do not wait."""
         ending = [self.open[key] for key in keys if key in self.open]
         ended = [response for response in ending if response.key not in self.parked]
-        for response in ending:
-            self.finish(response)
+        self.finish(ending)
         self._drop_finished()
         return ended
 
@@ -73,7 +77,7 @@ class ResponseQueue:
     def _unfinished(self, responses: Iterable[OpenResponse]) -> list[OpenResponse]:
         return [response for response in responses if response.key in self.open]
 
-    def resume(self, key: Key, given: Segment, params: SamplingParams | None) -> None:
+    def resume(self, key: Key, answer: Segment, params: SamplingParams | None) -> None:
         """Append an answer to a parked response, which then waits for its next token.
 
         Raises:
@@ -81,7 +85,7 @@ class ResponseQueue:
             ValueError: after the answer no token could be drawn.
         """
         response = self.parked[key]
-        response.resume(given, params)
+        response.resume(answer, params)
         del self.parked[key]
         (self.answered if response.slot >= 0 else self.resuming).append(response)
 

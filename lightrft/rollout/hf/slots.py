@@ -41,13 +41,14 @@ class Slots:
         for prompt, slot in zip(prompts, slots, strict=True):
             prompt.slot, self.tenants[slot] = slot, prompt
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Free the slots of prompts all of whose responses are finished."""
         self.tenants = [tenant if tenant is not None and tenant.left else None for tenant in self.tenants]
 
     def free_prompts(self, least: int, needed: OpenPrompt | None) -> list[int]:
         """Return the free prompt slots. Where there is none, up to ``least`` prompts leave none of whose responses
         draws, with these; not the ``needed`` one."""
+        self._leave()
         if free := [index for index, tenant in enumerate(self.tenants) if tenant is None]:
             return free
         staying = {response.prompt for response in self.of(np.flatnonzero(self.alive))} | {needed}
@@ -107,10 +108,12 @@ class Slots:
     # -- order --------------------------------------------------------------------------------------------------------
     def compact(self) -> None:
         """Move the live rows and prompts at the end into the gaps at the front; parked rows change places with them."""
+        self._leave()
         self._move_rows(*_gaps(self.alive[:self.live]))
         self.live, self.moved = int(self.alive.sum()), True
         source, target = _gaps(np.array([tenant is not None for tenant in self.tenants]))
-        self.cache.prompts.move(*upload(np.stack([source, target]), self.device))
+        if len(source):
+            self.cache.prompts.move(*upload(np.stack([source, target]), self.device))
         for old, new in zip(source.tolist(), target.tolist()):
             self.tenants[new], self.tenants[old] = (tenant := self.tenants[old]), None
             if tenant is not None:

@@ -61,9 +61,9 @@ class SGLangParts:
             p.min_p, "stop_token_ids": self.stop_of(p), "sampling_seed": episode.seed if p.temperature else -1
         }  # yapf: disable
         media = [self.media.of(episode.prompt, episode.response_ids)] if self.media and episode.prompt.media else None
-        asked = GenerateReqInput(rid=_name(response.key), input_ids=episode.token_ids, image_data=media,
-                                 sampling_params=sampling, return_logprob=True)
-        answer = await anext(self.native.manager.generate_request(asked, None))
+        request = GenerateReqInput(rid=_name(response.key), input_ids=episode.token_ids, image_data=media,
+                                   sampling_params=sampling, return_logprob=True)
+        answer = await anext(self.native.manager.generate_request(request, None))
         meta, drawn = answer["meta_info"], list(answer["output_ids"])
         reason = meta["finish_reason"]["type"]
         if reason == "abort":  # an abort may come after the end

@@ -10,7 +10,7 @@ from lightrft.rewards.base import Outcome
 from lightrft.rewards.spec import RewardPart
 from lightrft.tests.support import runs
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.scores import fill_rewards, log_row, take_numbers
+from lightrft.trainer.scores import fill_rewards, log_row, take_number
 from lightrft.trainer.tests.test_advantage_calculator import batch, per_sample
 from lightrft.types import Episode, number, NUMBERS, Prompt
 from lightrft.utils.errors import UserError
@@ -61,7 +61,8 @@ def test_a_declared_number_of_a_reward_or_an_environment_is_in_the_batch_and_in_
     rows[2].play = Play(metrics={"doubt": 2.0, "others": 1.0})
     exp = batch([0.0] * 3)
     for each in rows:
-        take_numbers(each)
+        for name in NUMBERS:
+            take_number(name, each)
     fill_rewards(exp, rows, GDPO)
     assert torch.equal(exp.extra["doubt"], torch.tensor([3, -1, 2]))
     assert [log_row(each).get("numbers") for each in rows] == [{"doubt": 3.0}, None, {"doubt": 2.0}]
@@ -75,7 +76,8 @@ def test_a_declared_number_of_a_reward_or_an_environment_is_in_the_batch_and_in_
 ])
 def test_a_number_of_two_places_or_of_tokens_is_refused(declared, given, wanted):
     with pytest.raises(UserError, match=wanted):
-        take_numbers(given)
+        for name in NUMBERS:
+            take_number(name, given)
 
 
 def test_the_parts_of_a_run_reach_the_estimator(home, tmp_path):

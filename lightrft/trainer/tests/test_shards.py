@@ -26,7 +26,7 @@ from lightrft.trainer.metric_sums import number_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits, plan_mini_batch
 from lightrft.trainer.samples import group_seeds
-from lightrft.trainer.scores import fill_rewards, take_numbers
+from lightrft.trainer.scores import fill_rewards, take_number
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, number as declare, NUMBERS, Prompt, Segment
 from lightrft.utils.score import Score
@@ -210,7 +210,8 @@ def test_advantages_do_not_depend_on_the_ranks(name, more):
         episodes = [scored(number) for number in numbers.tolist()]
         for episode in episodes:
             episode.score.parts |= {"a/unset": episode.index} if episode.index % 2 else {}
-            take_numbers(episode)
+            for declared in NUMBERS:
+                take_number(declared, episode)
         metrics = fill_rewards(batch, episodes, calculator.estimator, ranks) | calculator(batch, 0.2)
         shards.update(batch)
         return shards.collect(list(range(GROUPS * SIZE))), metrics, calculator.state_dict()
