@@ -87,9 +87,16 @@ def prepared(exp, new, weight, fresh, high_entropy_mask):
     return replace(exp, old_logprobs=old, high_entropy_mask=exp.loss_mask & (new > -1.5) if high_entropy_mask else None)
 
 
+def pairs(loss):
+    """Each weight with two of the six aggregations, others for the next loss: all pairs of the three occur."""
+    index, numbered = LOSSES.index(loss), product(enumerate(WEIGHTS), enumerate(AGGREGATIONS))
+    return [(weight, aggregation) for (i, weight), (j, aggregation) in numbered if (index + i + j) % 3 == 0]
+
+
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_combination_is_invariant(loss):
-    for number, (weight, aggregation) in enumerate(product(WEIGHTS, AGGREGATIONS)):
+def test_every_pair_is_invariant(loss):
+    """Random batches below have any combination."""
+    for number, (weight, aggregation) in enumerate(pairs(loss)):
         exp, new, entropy = rollout(FIXED, 8)
         exp, cfg = prepared(exp, new, weight, fresh=False, high_entropy_mask=False), config(loss, weight, aggregation)
         _, gradient, _ = check(exp, new, entropy, cfg, number, GARBAGE[number % 3])

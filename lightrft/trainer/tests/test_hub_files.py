@@ -78,8 +78,7 @@ def run(hub: Hub, tmp_path: Path, *names: str) -> str:
     environ = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home"),
                             "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1",
                             "PYTHONPATH": str(ROOT)}  # yapf: disable
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m",
-               "lightrft.tests.support.hub_rank", *names]  # yapf: disable
+    command = [sys.executable, "-W", "ignore", "-m", "lightrft.tests.support.hub_rank", *names]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
