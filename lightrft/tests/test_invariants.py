@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.tests.support import runs, tiny
-from lightrft.tests.support.invariants import (LONG, SPREAD, build, gradients, largest_gap, make_rollout, measure,
-                                               updated)
+from lightrft.tests.support.invariants import (SPREAD, build, gradients, largest_gap, make_rollout, measure, updated)
 from lightrft.tests.support.launch import torchrun
 
 LOSSES = {
@@ -90,10 +89,10 @@ def test_the_step_is_that_of_a_plain_loop(home, tmp_path):
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def of_ranks(home, folder, ranks, *steps):
+def of_ranks(home, folder, ranks, *words):
     """The facts of some FSDP2 ranks."""
     folder.mkdir()
-    torchrun("lightrft.tests.support.invariants", home, folder, *steps, ranks=ranks)
+    torchrun("lightrft.tests.support.invariants", home, folder, *words, ranks=ranks)
     return torch.load(folder / "facts.pt", weights_only=False)
 
 
@@ -101,13 +100,13 @@ def of_ranks(home, folder, ranks, *steps):
 def worlds(home, tmp_path_factory):
     """The facts of one process and of two FSDP2 ranks."""
     folder = tmp_path_factory.mktemp("worlds")
-    return measure(home, folder / "one"), of_ranks(home, folder / "two", 2, 1, LONG)
+    return measure(home, folder / "one"), of_ranks(home, folder / "two", 2, "run")
 
 
 @pytest.fixture(scope="module")
 def four(home, tmp_path_factory):
-    """The facts of four FSDP2 ranks, of one step."""
-    return of_ranks(home, tmp_path_factory.mktemp("worlds") / "four", 4, 1)
+    """The facts of four FSDP2 ranks, without whole runs."""
+    return of_ranks(home, tmp_path_factory.mktemp("worlds") / "four", 4)
 
 
 def check_rollout(one, other):
@@ -134,7 +133,7 @@ def test_four_ranks_do_what_one_does(worlds, four, name):
     check_rollout(one["exp"], other["exp"])
     assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
     assert largest_gap(other["grads"], one["grads"]) < 1e-5
-    assert largest_gap(other[1]["weights"], one[1]["weights"]) < 1e-5
+    assert largest_gap(other["weights"], one["weights"]) < 1e-5
 
 
 @pytest.mark.dist
@@ -143,29 +142,29 @@ def test_two_ranks_learn_what_one_does(worlds, name):
     one, two = (world[name] for world in worlds)
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
     assert largest_gap(two["grads"], one["grads"]) < 1e-5
-    start = one[1]["weights"]
-    assert largest_gap(two[1]["weights"], start) < 1e-5
-    assert largest_gap(one[LONG]["weights"], start) > 1e-3, "six steps must move the weights"
-    assert largest_gap(two[LONG]["weights"], one[LONG]["weights"]) < 1e-4
+    assert largest_gap(two["weights"], one["weights"]) < 1e-5
+    reached = one["run"]["weights"]
+    assert largest_gap(reached, one["weights"]) > 1e-3, "six steps must move the weights"
+    assert largest_gap(two["run"]["weights"], reached) < 1e-4
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", list(SPREAD))
 def test_two_ranks_write_what_one_does(worlds, name):
     """Rollouts as jsonl (the last one comes from weights that were trained before), metrics of every step."""
-    one, two = (world[name] for world in worlds)
-    for steps in (1, LONG):
-        for left, right in zip(one[steps]["rollout"], two[steps]["rollout"], strict=True):
+    one, two = (world[name]["run"] for world in worlds)
+    for ours, theirs in zip(one["rollouts"], two["rollouts"], strict=True):
+        for left, right in zip(ours, theirs, strict=True):
             assert right.pop("advantage") == pytest.approx(left.pop("advantage"), abs=1e-3)
             assert right == left
-        for left, right in zip(one[steps]["lines"], two[steps]["lines"], strict=True):
-            keys = {key for key in left if not key.startswith(("time/", "perf/")) and "_per_s" not in key}
-            assert keys == {key for key in right if not key.startswith(("time/", "perf/")) and "_per_s" not in key}
-            close = {key for key in keys if "mismatch" not in key}
-            assert {key: right[key] for key in close} == pytest.approx({key: left[key] for key in close}, rel=5e-3,
-                                                                       abs=1e-3)
-    assert one[LONG]["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5
-    assert two[LONG]["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5, "the engine did not get the new weights"
+    for left, right in zip(one["lines"], two["lines"], strict=True):
+        keys = {key for key in left if not key.startswith(("time/", "perf/")) and "_per_s" not in key}
+        assert keys == {key for key in right if not key.startswith(("time/", "perf/")) and "_per_s" not in key}
+        close = {key for key in keys if "mismatch" not in key}
+        assert {key: right[key] for key in close} == pytest.approx({key: left[key] for key in close}, rel=5e-3,
+                                                                   abs=1e-3)
+    assert one["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5
+    assert two["lines"][-1]["rollout/mismatch/abs_logp_mean"] < 1e-5, "the engine did not get the new weights"
 
 
 @pytest.mark.dist
@@ -182,7 +181,7 @@ def test_leaving_out_the_old_logprob_pass_changes_not_one_bit(worlds, world):
 @pytest.mark.parametrize("world", [0, 1])
 def test_the_facts_of_the_first_step_are_in_the_metrics(worlds, world):
     for name, options in SPREAD.items():
-        first = worlds[world][name][LONG]["lines"][0]
+        first = worlds[world][name]["run"]["lines"][0]
         assert ("policy/first_kl_ref" in first) == ("init_kl_coef" in options), "measured where there is a reference"
         assert first["policy/first_ratio_gap"] == 0.0 == first.get("policy/first_kl_ref", 0.0)
         assert 0 <= first["rollout/mismatch/abs_logp_mean"] < 1e-5 and first["rollout/mismatch/abs_dp_max"] < 1e-4

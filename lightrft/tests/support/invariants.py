@@ -13,7 +13,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience
 
-LONG = 6  # steps of the longer of two runs
+LONG = 6  # steps of a whole run
 SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_size": 3}
 SPREAD: dict[str, dict[str, Any]] = {
     "group_norm": {},
@@ -83,20 +83,22 @@ def plain(exp: Experience) -> dict[str, Tensor]:
     return {f.name: value for f in fields(exp) if isinstance(value := exp.__dict__[f.name], Tensor)}
 
 
-def facts(home: Path, folder: Path, options: dict[str, Any], runs_of: tuple[int, ...]) -> dict[str, Any]:
-    """Measure what is the same on any number of ranks: the first rollout, its gradients, and runs of some steps."""
+def facts(home: Path, folder: Path, options: dict[str, Any], run: bool) -> dict[str, Any]:
+    """Measure what is the same on any number of ranks: the first rollout, its gradients, the weights after its update,
+    and what a whole run of ``LONG`` steps leaves."""
     options = {name: value.format(home=home) if name == "teacher_model" else value for name, value in options.items()}
     trainer = build(home, folder / "parts", **options)
     rollout = make_rollout(trainer)
     whole = plain(rollout.shards.collect(list(range(rollout.shards.size))))
     metrics, grads = gradients(trainer, rollout)
     trainer.maker.rewards.shutdown()
-    found = {"exp": whole, "metrics": metrics, "grads": grads, "held": (rollout.exp.num_seqs, rollout.shards.size)}
-    for steps in runs_of:
-        save = folder / str(steps)
-        done = runs.run(home, save, max_steps=steps, save_trajectories=True, **(SHAPE | options))
+    found = {"exp": whole, "metrics": metrics, "grads": grads, "weights": updated(trainer), "held":
+             (rollout.exp.num_seqs, rollout.shards.size)}  # yapf: disable
+    if run:
+        done = runs.run(home, folder / "run", max_steps=LONG, save_trajectories=True, **(SHAPE | options))
         done.trainer.strategy.barrier()
-        found[steps] = {"weights": updated(done.trainer), "lines": done.lines, "rollout": done.rollout(steps)}
+        found["run"] = {"weights": updated(done.trainer), "lines": done.lines, "rollouts":
+                        [done.rollout(step) for step in (1, LONG)]}  # yapf: disable
     return found
 
 
@@ -116,18 +118,18 @@ def skipping(home: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(home: Path, folder: Path, runs_of: tuple[int, ...] = (1, LONG)) -> dict[str, Any]:
-    """All facts of this world size."""
-    found = {name: facts(home, folder / name.replace(" ", "_"), options, runs_of) for name, options in SPREAD.items()}
-    return {**found, "skipping": skipping(home, folder / "skipping") if LONG in runs_of else {}}
+def measure(home: Path, folder: Path, run: bool = True) -> dict[str, Any]:
+    """All facts of this world size; ``run``: whole runs too, and passes that are left out."""
+    found = {name: facts(home, folder / name.replace(" ", "_"), options, run) for name, options in SPREAD.items()}
+    return {**found, "skipping": skipping(home, folder / "skipping") if run else {}}
 
 
 def main() -> None:
-    """``HOME FOLDER STEPS...``: measure, with runs of so many steps, and leave the facts in FOLDER/facts.pt."""
+    """``HOME FOLDER [run]``: measure and leave the facts in FOLDER/facts.pt."""
     home, folder = Path(sys.argv[1]), Path(sys.argv[2])
     cfg = runs.config_of(home, folder)
     strategy = runs.strategy_of(cfg)
-    found = measure(home, folder, tuple(map(int, sys.argv[3:])))
+    found = measure(home, folder, "run" in sys.argv)
     if strategy.is_main:
         torch.save(found, folder / "facts.pt")
     strategy.barrier()
