@@ -40,12 +40,12 @@ def main(home: Path, folder: Path) -> None:
     found = {}
     for kind in KINDS:
         for name, strategy in STRATEGIES.items():
-            done = runs.run(home, folder / kind / name, max_steps=3, **options_of(kind, home), **strategy)
+            done = runs.run(home, folder / kind / name, max_steps=2, **options_of(kind, home), **strategy)
             holder.barrier()
             found[f"{kind} {name}"] = done.lines
     models, save = options_of(RESUMED, home), folder / "resumed"
-    runs.run(home, save, max_steps=2, **models, **STRATEGIES["fsdp"], **SAVING)
-    done = runs.run(home, save, max_steps=3, load_checkpoint=True, **models, **STRATEGIES["zero3"], **SAVING)
+    runs.run(home, save, max_steps=1, **models, **STRATEGIES["fsdp"], **SAVING)
+    done = runs.run(home, save, max_steps=2, load_checkpoint=True, **models, **STRATEGIES["zero3"], **SAVING)
     holder.barrier()
     found["resumed"] = done.lines
     if holder.is_main:
