@@ -46,7 +46,7 @@ class Rig(EngineRig):
         return self.vllm.native.get_num_unfinished_requests()
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "packed"])
+@pytest.fixture(scope="module", params=["tied", "untied"])
 def rig(request, tmp_path_factory):
     """``packed``: vLLM packs linear weights as it would by itself, so that updates go through its layer-wise reload.
     ``untied``: it schedules ahead, as on CUDA."""
@@ -77,6 +77,15 @@ class TestEngine(EngineContract):
     """What vLLM shares with other engines."""
 
 
+@pytest.mark.parametrize("rig", ["packed"], indirect=True)
+class TestPackedWeights:
+    """What of it depends on how vLLM holds weights."""
+    test_logprobs = EngineContract.test_logprobs_are_the_trainers_before_and_after_an_update
+    test_asleep = EngineContract.test_asleep_it_neither_generates_nor_learns
+    test_broken_streams = EngineContract.test_a_broken_stream_of_weights_is_refused_until_a_good_one_comes
+
+
+@pytest.mark.parametrize("rig", ["tied", "packed"], indirect=True)
 def test_many_updates_neither_drift_nor_leak(rig):
     rig.ready()
     params, memory = SamplingParams(NEW), []
@@ -135,6 +144,7 @@ def test_a_cut_turn(rig):
         turns.turns_have_the_scores([requests()[i]], [[done]], lambda one, ids: rig.logprobs(one, ids, turns.PARAMS))
 
 
+@pytest.mark.parametrize("rig", ["tied", "untied", "packed"], indirect=True)
 def test_what_it_holds_can_be_read(rig, request):
     """Bit for bit; a change of one element shows. Packed weights cannot be read, but all others."""
     rig.ready()
