@@ -2,7 +2,7 @@
 
 Of "raise" and "kill" the calls are passes of the model, and a rank is a scheduler's: of the first rank of an engine and
 those after it. Of "die" they are calls of ``submit``. It leaves a file ``fault``.
-``FAULT=scheduler`` kills the scheduler of rank 1 in the middle of the rollout after the 20th update, once, and leaves
+``FAULT=scheduler`` kills the scheduler of rank 1 in the middle of the rollout after the 16th update, once, and leaves
 the file that ``FAULT_MARK`` names.
 """
 import os
@@ -16,7 +16,7 @@ from lightrft.rollout.sglang import scheduler_patches
 from lightrft.rollout.sglang.engine import SGLangEngine
 from lightrft.tests.support.fault_plugin import due
 
-UPDATES = 20
+UPDATES = 16
 _IN_MODEL = os.environ.get("FAULT", "").startswith(("raise", "kill"))
 _submit, _run_scheduler = SGLangEngine.submit, scheduler_patches.run_scheduler
 
