@@ -34,13 +34,25 @@ def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(mesh: DeviceMesh, axes: tuple[int, ...], tensors: dict[str, DTensor]) -> dict[str, Tensor]:
-    parts: list[Any] = [[tensor.detach().to_local() for tensor in tensors.values()]]  # of one rank, then of more
+    parts: list[Any] = [_packed([tensor.detach().to_local() for tensor in tensors.values()])]  # of one rank, then more
     for axis in reversed(axes):
         replies: list[Any] = [None] * mesh.size(axis)
         dist.all_gather_object(replies, parts, group=mesh.get_group(axis))
         parts = [part for reply in replies for part in reply]
-    return {name: _joined(tensor, [part[index] for part in parts])
+    shares = [_unpacked(*part) for part in parts]
+    return {name: _joined(tensor, [share[index] for share in shares])
             for index, (name, tensor) in enumerate(tensors.items())}  # yapf: disable
+
+
+def _packed(tensors: Sequence[Tensor]) -> tuple[list[tuple[torch.Size, torch.dtype]], Tensor]:
+    """Shapes and types, and the bytes of all in one tensor: to pickle each would take longer than to send them."""
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return [(tensor.shape, tensor.dtype) for tensor in tensors], torch.cat(flat)
+
+
+def _unpacked(forms: Sequence[tuple[torch.Size, torch.dtype]], flat: Tensor) -> list[Tensor]:
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in forms]
+    return [part.clone().view(dtype).view(shape) for part, (shape, dtype) in zip(flat.split(sizes), forms)]
 
 
 def _joined(tensor: DTensor, parts: Sequence[Tensor]) -> Tensor:
