@@ -6,8 +6,8 @@ from lightrft.config.generate_schema import GenerateDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.columns import report_columns
 from lightrft.datasets.media_rows import media_columns
-from lightrft.datasets.records import (find_label, find_reference, Message, missing, prompt_column, text_of,
-                                       to_messages, with_system)
+from lightrft.datasets.prompt_rows import (find_label, find_reference, Message, missing, prompt_column, text_of,
+                                           to_messages, with_system)
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, load_rows, Row, Rows
 from lightrft.datasets.template_kwargs import template_kwargs, TemplateKwargs

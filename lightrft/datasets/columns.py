@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrft.datasets.records import missing
+from lightrft.datasets.prompt_rows import missing
 from lightrft.datasets.rows import Row, Rows
 from lightrft.utils.logging import get_logger, silent_logger
 

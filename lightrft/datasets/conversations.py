@@ -10,7 +10,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
-from lightrft.datasets.records import joined, Message, text_of
+from lightrft.datasets.prompt_rows import joined, Message, text_of
 from lightrft.datasets.rendering import CHUNK, Renderer
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.template_kwargs import TemplateKwargs

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lightrft.config.preference_schema import JudgedDataConfig
-from lightrft.datasets.records import check_named_columns, silent, truth
+from lightrft.datasets.prompt_rows import check_named_columns, silent, truth
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import (check_learnable, check_turns, Conversation, encode_all, Learning, SFTExample,
@@ -62,7 +62,7 @@ def judged_answers(rows: Rows, cfg: JudgedDataConfig, renderer: Renderer) -> tup
 
     Raises:
         DataError: as :func:`desirable`, :func:`last_answer` and
-            :func:`~lightrft.datasets.records.check_named_columns`.
+            :func:`~lightrft.datasets.prompt_rows.check_named_columns`.
     """
     check_named_columns(rows, cfg, ["input_key", "output_key", "label_key"])
     good = [desirable(row, cfg.label_key, where) for row, where in rows.named]

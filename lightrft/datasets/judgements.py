@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.rm_schema import JudgeDataConfig, JudgeFormat
 from lightrft.datasets.media_rows import media_columns, part_media, rejected_media
 from lightrft.datasets.preferences import is_tie, lacking
-from lightrft.datasets.records import check_named_columns, missing, text_of, to_messages, with_system
+from lightrft.datasets.prompt_rows import check_named_columns, missing, text_of, to_messages, with_system
 from lightrft.datasets.rendering import without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.sft_dataset import SFTDataset, SFTExample

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.media import find_medium, KINDS, Medium, MediaError, MediaRules, shorten
-from lightrft.datasets.records import Message
+from lightrft.datasets.prompt_rows import Message
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.utils.logging import warn_of_all
 

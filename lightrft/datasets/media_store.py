@@ -24,7 +24,7 @@ from lightrft.datasets.media import KINDS, MediaError, MediaRules, Medium, short
 from lightrft.datasets.media_cache import DiskCache, settings_of
 from lightrft.datasets.pictures import fitted, resized
 from lightrft.datasets.processing import check_order, Decoded, host_bytes, MediumProcessor
-from lightrft.datasets.records import Message
+from lightrft.datasets.prompt_rows import Message
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.waveform import Waveform
 from lightrft.types import MediaTensors

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightrft.datasets.records import missing
+from lightrft.datasets.prompt_rows import missing
 from lightrft.datasets.rows import DataError, has_no_file, load_rows, Row, Rows
 from lightrft.utils.logging import warn_of_all
 from lightrft.utils.registry import Registry

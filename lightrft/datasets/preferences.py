@@ -16,8 +16,8 @@ from lightrft.config.offline_schema import PairDataConfig
 from lightrft.config.options import finite
 from lightrft.datasets.media_rows import part_media, rejected_media
 from lightrft.datasets.prompts_dataset import usable
-from lightrft.datasets.records import (as_chat, check_named_columns, Message, missing, normalise_prompt, prompt_column,
-                                       silent, text_of, to_messages, truth, with_system)
+from lightrft.datasets.prompt_rows import (as_chat, check_named_columns, Message, missing, normalise_prompt,
+                                           prompt_column, silent, text_of, to_messages, truth, with_system)
 from lightrft.datasets.rendering import unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import (answered, check_learnable, check_turns, Conversation, encode_all, SFTExample,

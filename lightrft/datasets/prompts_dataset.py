@@ -11,7 +11,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.columns import report_columns
 from lightrft.datasets.loader import MixedDataset, apportion, check_probs
 from lightrft.datasets.media_prompts import with_media, with_tokens
-from lightrft.datasets.records import first_value, missing, no_reference, to_prompts
+from lightrft.datasets.prompt_rows import first_value, missing, no_reference, to_prompts
 from lightrft.datasets.rendering import encode_all, Renderer
 from lightrft.datasets.pair_sources import load_entry
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow

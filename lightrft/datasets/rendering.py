@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from lightrft.config.schema import DataConfig
-from lightrft.datasets.records import joined, Message, prefill_of
+from lightrft.datasets.prompt_rows import joined, Message, prefill_of
 from lightrft.datasets.rows import DataError
 from lightrft.datasets.template_kwargs import check_kwargs, TemplateKwargs
 from lightrft.datasets.template_variables import check_read, variables_of
@@ -282,7 +282,7 @@ class Renderer:
         return [row[:-1] for row in ids] if appends_eos else ids
 
     def encode_chats(self, chats: list[list[Message]],
-                     kwargs: Sequence[TemplateKwargs] = ()) -> tuple[list[str], list[list[int]]]:
+                     kwargs: Sequence[TemplateKwargs] = ()) -> tuple[list[str], list[list[int]]]:  # yapf: disable
         """Return text and tokens of chats up to the start of the answer; the template writes all special tokens."""
         texts = self.opened(chats, kwargs)
         if not texts:
@@ -291,7 +291,7 @@ class Renderer:
         return texts, out.input_ids
 
     def encode(self, prompts: Sequence[str | list[Message]],
-               kwargs: Sequence[TemplateKwargs] = ()) -> list[tuple[str, list[int]]]:
+               kwargs: Sequence[TemplateKwargs] = ()) -> list[tuple[str, list[int]]]:  # yapf: disable
         """Return text and token ids of prompts of any kind, in order; ``kwargs``: of each, for the chat template."""
         chats = [self.messages(prompt) for prompt in prompts]
         plain = [self.text(prompt) for prompt in prompts if self.messages(prompt) is None]  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from lightrft.datasets.conversations import Conversation, encode_all, Encoded
 from lightrft.datasets.loader import Item, MixedDataset
 from lightrft.datasets.media_prompts import pair_media
 from lightrft.datasets.prompts_dataset import fitting, load_specs
-from lightrft.datasets.records import (as_chat, check_named_columns, continued, Message, missing, normalise_prompt,
-                                       prompt_column, silent, to_messages, with_system)
+from lightrft.datasets.prompt_rows import (as_chat, check_named_columns, continued, Message, missing, normalise_prompt,
+                                           prompt_column, silent, to_messages, with_system)
 from lightrft.datasets.rendering import Renderer, unended, without_end
 from lightrft.datasets.rows import DataError, Row, Rows
 from lightrft.datasets.template_kwargs import template_kwargs
@@ -262,7 +262,7 @@ class TokenizedDataset(MixedDataset[Item]):
 class SFTDataset(TokenizedDataset[SFTExample]):
     """Demonstrations; batches come from ``PromptLoader``.
 
-    Rows: ``{messages}`` or one of :func:`lightrft.datasets.records.as_chat` (every assistant turn is learnt), or
+    Rows: ``{messages}`` or one of :func:`lightrft.datasets.prompt_rows.as_chat` (every assistant turn is learnt), or
     ``{prompt, response}``, ``{input, output}``,
     ``{prompt, completion}`` with text or messages (only the answer is learnt). ``learning`` selects another part.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.options import finite
 from lightrft.config.rm_schema import single_token, StepDataConfig, StepFormat
 from lightrft.datasets.prompts_dataset import usable
-from lightrft.datasets.records import check_named_columns, Message, missing, to_messages, with_system
+from lightrft.datasets.prompt_rows import check_named_columns, Message, missing, to_messages, with_system
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.sft_dataset import Conversation, Encoded, SFTExample, TokenizedDataset, with_media

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightrft.config.options import ConfigError
 from lightrft.config.reward_schema import SUITE_LABEL
-from lightrft.datasets.records import missing
+from lightrft.datasets.prompt_rows import missing
 from lightrft.datasets.rows import DataError, load_rows, read_hub, Row, Rows
 from lightrft.datasets.sources import final_answer
 from lightrft.utils.errors import did_you_mean

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.datasets.records import Message
+from lightrft.datasets.prompt_rows import Message
 from lightrft.datasets.rows import hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
 from lightrft.models.vocabulary import check_rows

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightrft.datasets.records import missing
+from lightrft.datasets.prompt_rows import missing
 from lightrft.inference.row_files import Row
 from lightrft.utils.errors import UserError
 

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 from lightrft.config.generate_schema import GenerateDataConfig
 from lightrft.datasets.answered import AnsweredRow, other_columns, reference_of
-from lightrft.datasets.records import find_label
+from lightrft.datasets.prompt_rows import find_label
 from lightrft.inference.generation import score_groups
 from lightrft.inference.row_files import RowFiles
 from lightrft.rewards.base import RewardInput

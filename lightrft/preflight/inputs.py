@@ -24,7 +24,7 @@ from lightrft.datasets.loader import check_batch
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.preferences import find_pairs
 from lightrft.datasets.prompts_dataset import load_specs
-from lightrft.datasets.records import to_prompts
+from lightrft.datasets.prompt_rows import to_prompts
 from lightrft.datasets.rendering import BareRenderer
 from lightrft.datasets.rows import has_no_file, Rows
 from lightrft.datasets.sft_dataset import demonstrations, Learning

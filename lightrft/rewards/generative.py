@@ -17,7 +17,7 @@ from lightrft.config.schema import DataConfig, RewardConfig, RolloutConfig
 from lightrft.config.shared_schema import PolicyModelConfig
 from lightrft.datasets.judgements import ANSWERS, request, TIE, verdict
 from lightrft.datasets.media import KINDS
-from lightrft.datasets.records import Message, text_of
+from lightrft.datasets.prompt_rows import Message, text_of
 from lightrft.datasets.sft_dataset import Encoded
 from lightrft.datasets.tool_texts import calls_of, shown_tools
 from lightrft.models.actor_language import ActorLanguage

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.control_tokens import ControlTokens
 from lightrft.datasets.media_store import MediaStore, open_store
-from lightrft.datasets.records import Message
+from lightrft.datasets.prompt_rows import Message
 from lightrft.datasets.rendering import Renderer
 from lightrft.models.config_json import media_kinds, token_frames
 from lightrft.models.tokenizer import load_tokenizer

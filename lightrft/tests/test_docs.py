@@ -16,7 +16,7 @@ from lightrft.config.options import ConfigError
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import AlgorithmConfig, Config, DataConfig
 from lightrft.config.tree import build, extended, options
-from lightrft.datasets import records, sft_dataset
+from lightrft.datasets import prompt_rows, sft_dataset
 from lightrft.datasets.decoding import VIDEO_PIXELS
 from lightrft.datasets.media import MediaRules
 from lightrft.datasets.media_rows import COLUMNS, find_row_media
@@ -124,7 +124,7 @@ def sources_of(*folders):
 
 def test_the_sample_rows_are_understood():
     rows = [json.loads(text) for text in code_blocks("data.md", "json")][:4]
-    found = [records.to_prompt(row, DataConfig(), "row") for row in rows]
+    found = [prompt_rows.to_prompt(row, DataConfig(), "row") for row in rows]
     assert [(record.reference, record.label) for record in found] == [("5", "gsm8k_rule"), ("5", ""), ("5", ""),
                                                                       ("5", "math_rule")]
     assert all("2+3" in str(record.asked) for record in found) and found[1].columns["difficulty"] == 1
@@ -137,7 +137,7 @@ def test_the_sample_rows_with_media_are_understood(tmp_path):
         (tmp_path / folder / name).write_bytes(b"encoded")
     kinds = []
     for row in [json.loads(text) for text in code_blocks("data.md", "json")][-3:]:
-        chat = records.to_prompt(row, DataConfig(), "row").asked
+        chat = prompt_rows.to_prompt(row, DataConfig(), "row").asked
         (turn, ), media = find_row_media(row, MediaConfig(), chat, MediaRules(root=tmp_path), "row")
         assert [part["type"] for part in turn["content"]] == [media[0].kind, "text"] and len(media) == 1
         kinds.append(media[0].kind)
@@ -157,10 +157,11 @@ def test_the_limits_of_media_are_those_of_the_code():
 
 def test_the_columns_that_are_looked_up():
     looked_up = dict(re.findall(r"^\| (prompt|reference answer) \| (.*) \|$", doc("data.md"), re.MULTILINE))
-    assert tuple(code_words(looked_up["prompt"])[1:]) == records.PROMPT_COLUMNS
-    assert tuple(code_words(looked_up["reference answer"])[-len(records.ANSWER_COLUMNS):]) == records.ANSWER_COLUMNS
+    assert tuple(code_words(looked_up["prompt"])[1:]) == prompt_rows.PROMPT_COLUMNS
+    assert tuple(code_words(
+        looked_up["reference answer"])[-len(prompt_rows.ANSWER_COLUMNS):]) == prompt_rows.ANSWER_COLUMNS
     prompts, answers = re.search(r"looked up in (.*?); the answer in (.*?)\.", doc("sft.md"), re.DOTALL).groups()
-    assert tuple(code_words(prompts)) == records.PROMPT_COLUMNS
+    assert tuple(code_words(prompts)) == prompt_rows.PROMPT_COLUMNS
     assert tuple(code_words(answers)) == sft_dataset.ANSWER_COLUMNS
 
 
@@ -226,7 +227,7 @@ def test_the_form_of_rows_of_the_docs_is_read(tmp_path, monkeypatch):
         path = tmp_path / f"{count}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]), encoding="utf-8")
     prompt, = load_entry(f"quiz:{tmp_path}/1.jsonl").rows
-    assert records.to_prompt(prompt, DataConfig(), "row").reference == "5"
+    assert prompt_rows.to_prompt(prompt, DataConfig(), "row").reference == "5"
     with pytest.raises(DataError, match=r"2.jsonl, row 2: quiz: the row has no a \(it has q\)"):
         load_entry(f"quiz:{tmp_path}/2.jsonl")
 

@@ -17,7 +17,7 @@ from lightrft.datasets.media_rows import count_media, find_row_media, plain_mark
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.preview import GIVEN, preview, shown
 from lightrft.datasets.prompts_dataset import load_specs, PromptsDataset
-from lightrft.datasets.records import missing, to_prompts
+from lightrft.datasets.prompt_rows import missing, to_prompts
 from lightrft.datasets.rows import Rows
 from lightrft.datasets.suites import parse_suite
 from lightrft.environments.opening import open_pool, player_of, tools_of

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.options import show
 from lightrft.config.schema import Config
-from lightrft.datasets.records import missing, text_of
+from lightrft.datasets.prompt_rows import missing, text_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.rewards.base import RewardInput, Score
 from lightrft.rewards.correctness import check_accuracy_part

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import Config, DataConfig, RolloutConfig
-from lightrft.datasets.records import Message, prefill_of
+from lightrft.datasets.prompt_rows import Message, prefill_of
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.rewards.base import RewardInput

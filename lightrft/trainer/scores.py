@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.base import Advantage
-from lightrft.datasets.records import Message, prefill_of
+from lightrft.datasets.prompt_rows import Message, prefill_of
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.strategy.base import StrategyBase

@@ -11,7 +11,7 @@ from lightrft.config.prompt_schema import MediaConfig
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.media import MediaError, MediaRules
 from lightrft.datasets.media_rows import find_media, find_row_media, part_media
-from lightrft.datasets.records import to_prompts
+from lightrft.datasets.prompt_rows import to_prompts
 from lightrft.datasets.rows import DataError, load_rows, Rows
 from lightrft.datasets.waveform import write_wav
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lightrft.datasets.records import missing
+from lightrft.datasets.prompt_rows import missing
 from lightrft.datasets.rows import hold_rows, load_rows
 from lightrft.tests.support import field
 

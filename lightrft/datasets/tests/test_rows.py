@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightrft.datasets.records import to_message
+from lightrft.datasets.prompt_rows import to_message
 from lightrft.datasets.rows import DataError, hold_rows, load_rows
 from lightrft.tests.support.warm import warm_python
 

@@ -2,7 +2,7 @@ import pytest
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.loader import PromptLoader
-from lightrft.datasets.records import text_of, to_message
+from lightrft.datasets.prompt_rows import text_of, to_message
 from lightrft.datasets.rendering import unended
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import Learning, PretrainingDataset, SFTDataset

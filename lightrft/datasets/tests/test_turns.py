@@ -12,7 +12,7 @@ from lightrft.config.preference_schema import JudgedDataConfig
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.judged import JudgedDataset
 from lightrft.datasets.preferences import PairDataset
-from lightrft.datasets.records import to_message, to_messages
+from lightrft.datasets.prompt_rows import to_message, to_messages
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.sft_dataset import Learning, SFTDataset
 from lightrft.models.loss import GPTLMLoss
@@ -25,11 +25,9 @@ OF_TEXTS = field.TEMPLATE.replace("{{ call.function | tojson }}",
                                   "{{ call.function.name + ' ' + call.function.arguments }}")
 OF_NULLS = field.TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
 
-
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+          "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}"
+          "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def demonstrations(rows, template=field.TEMPLATE, learning=Learning(), **options):

@@ -4,7 +4,7 @@ import pytest
 
 from lightrft.config.schema import DataConfig
 from lightrft.config.reward_schema import RewardConfig
-from lightrft.datasets.records import to_prompts
+from lightrft.datasets.prompt_rows import to_prompts
 from lightrft.datasets.rows import load_rows
 from lightrft.rewards.base import RewardInput, REWARDS
 from lightrft.rewards.manager import RewardManager
