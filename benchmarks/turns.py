@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -32,14 +33,14 @@ HEADER = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|"
 
 
 class Answers:
-    """Answers every turn."""
+    """Answers every turn, hardly ever with the same text."""
 
     def reset(self, prompt: object, seed: int) -> None:
         """Begin."""
 
     def step(self, turn: Turn) -> Step:
         """Answer a turn."""
-        return Step("go on...")
+        return Step(f"go {zlib.crc32(turn.text.encode()) % 100000:05d}")
 
 
 class Case:

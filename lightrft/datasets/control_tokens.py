@@ -1,7 +1,7 @@
 """Control tokens of a chat template, and texts of others in which there are none."""
 import re
 import unicodedata
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from lightrft.datasets.rendering import Renderer
@@ -10,17 +10,25 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
+_KEPT = 32  # texts: roles and names come again and again, and every answer twice
+
+
 class ControlTokens:
     """Tokens that a chat template or a call of a tool is made of: special ones, and added ones written as marks."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer, self.tokenizer = renderer, renderer.tokenizer
+        self._neutral = lru_cache(_KEPT)(self._made_neutral)
 
     def neutral(self, text: str) -> str:
         """Return a text that has no such token: a blank parts their marks."""
+        return self._neutral(text)
+
+    def _made_neutral(self, text: str) -> str:
         parted = self._parted(text)
-        if self._holds(parted):  # the tokenizer normalises before it looks for them
-            parted = self._parted(unicodedata.normalize("NFKC", text))
+        if not self._holds(parted):
+            return parted
+        parted = self._parted(unicodedata.normalize("NFKC", text))  # so does the tokenizer before it looks for them
         return re.sub(r"\W", " ", parted) if self._holds(parted) else parted
 
     def _holds(self, text: str) -> bool:

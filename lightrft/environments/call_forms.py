@@ -2,6 +2,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -13,12 +14,34 @@ if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
 
+_SHORT, _KEPT = 64, 256  # characters of texts that are remembered, and their number
+
+
 class CallForm(Protocol):
     """Reader of turns: a renderer of the package ``renderers``, or a form of this module."""
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
                        prompt_ids: list[int] | None = None) -> "ParsedResponse":
         """Return the text, the thoughts and the calls of a turn, wrong ones too."""
+
+
+class MarkMemory:
+    """A tokenizer for renderers, which encode the same few marks of their family in every turn: it remembers them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._encoded = lru_cache(_KEPT)(tokenizer.encode)
+        self.convert_tokens_to_ids = lru_cache(_KEPT)(tokenizer.convert_tokens_to_ids)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Encode a text, a mark from memory."""
+        return [*self._encoded(text, **options)] if len(text) <= _SHORT else self._tokenizer.encode(text, **options)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._tokenizer(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 class Turns:
@@ -127,7 +150,7 @@ def forms_of(tokenizer: PreTrainedTokenizerBase, model_type: str) -> list[CallFo
 def hermes(tokenizer: PreTrainedTokenizerBase) -> CallForm:
     """Return what reads calls in the Hermes form, and texts alone where the tokenizer lacks its tokens."""
     renderers = package()
-    form: CallForm = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig(tool_parser="qwen3"))
+    form: CallForm = renderers.create_renderer(MarkMemory(tokenizer), renderers.DefaultRendererConfig(tool_parser="qwen3"))
     return form
 
 

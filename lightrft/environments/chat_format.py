@@ -11,7 +11,7 @@ from lightrft.datasets.control_tokens import ControlTokens, special_ids
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError
 from lightrft.environments.base import Message, ToolCall
-from lightrft.environments.call_forms import CallForm, forms_of, hermes, package
+from lightrft.environments.call_forms import CallForm, forms_of, hermes, MarkMemory, package
 from lightrft.environments.turn_template import ASK, call_of, PROBE, result_of, TurnTemplate
 from lightrft.utils.errors import CaptureException, first_line, UserError
 from lightrft.utils.logging import get_logger
@@ -205,7 +205,7 @@ def _family(tokenizer: PreTrainedTokenizerBase, model_type: str) -> "FamilyRende
         return None
     config = getattr(renderers, name)(thinking_retention="all")  # what was drawn stays
     with CaptureException() as captured:
-        return renderers.create_renderer(tokenizer, config)
+        return renderers.create_renderer(MarkMemory(tokenizer), config)
     if not isinstance(captured.cause, AssertionError):
         raise UserError(f"--environment: the renderer {name!r} of the model type {model_type!r} does not take the "
                         f"tokenizer {tokenizer.name_or_path!r}: {first_line(captured.cause or ValueError())}")

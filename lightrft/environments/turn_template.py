@@ -1,7 +1,7 @@
 """Text of a chat template behind an answer, found by what it renders around a probe."""
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from os.path import commonprefix
 
@@ -11,6 +11,7 @@ from lightrft.datasets.rows import DataError
 from lightrft.environments.base import Message
 from lightrft.utils.errors import UserError
 
+_TOOLS = 64  # names of tools whose calls are kept as the template writes them
 PROBE, THOUGHT = "lightrft-answer", "lightrft-thought"
 ASK: Message = {"role": "user", "content": "1"}
 ANSWER: Message = {"role": "assistant", "content": PROBE}
@@ -39,6 +40,7 @@ class TurnTemplate:
         self.encoder, self.title = encoder, title
         texts = sorted(special_texts(encoder.tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts)))
+        self._answered = lru_cache(_TOOLS)(self._render_answer)
 
     def behind(self, messages: Sequence[Message]) -> tuple[str, str]:
         """Return the special token that ends an answer, if there is one, and the text between it and the next turn.
@@ -52,8 +54,8 @@ class TurnTemplate:
 
     def _behind(self, run: list[Message], last: bool) -> tuple[str, str, str]:
         """Return the end of an answer, what follows until the messages of a run are over, and how that begins."""
-        answer = self._answer_before(run)
-        known, text = self.text([ASK, answer]), self.text([ASK, answer, *run], opens=last)
+        answer, known = self._answer_before(run)
+        text = self.text([ASK, answer, *run], opens=last)
         (head, _, tail), (later_head, kept, later) = known.rpartition(PROBE), text.partition(PROBE)
         start, end = self._end(tail, later)
         if PROBE not in known or not kept or _bare(head) != _bare(later_head) or later[:start] != tail[:start]:
@@ -95,11 +97,15 @@ class TurnTemplate:
             return False
         return first != second
 
-    def _answer_before(self, run: list[Message]) -> Message:
-        """Return a call if results follow, where the template has calls; else a text."""
+    def _answer_before(self, run: list[Message]) -> tuple[Message, str]:
+        """Return a call if results follow, where the template has calls, else a text; and the chat that ends with
+        it."""
         tools = [message for message in run if message["role"] == "tool"]
-        call = call_of(tools[0].get("name") or "unknown") if tools else ANSWER
-        return call if tools and self.shows_calls else ANSWER
+        return self._answered(tools[0].get("name") or "unknown" if tools and self.shows_calls else None)
+
+    def _render_answer(self, tool: str | None) -> tuple[Message, str]:
+        answer = ANSWER if tool is None else call_of(tool)
+        return answer, self.text([ASK, answer])
 
     @cached_property
     def shows_calls(self) -> bool:
