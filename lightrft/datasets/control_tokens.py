@@ -9,7 +9,6 @@ from lightrft.datasets.rendering import Renderer
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-
 _KEPT = 32  # texts: roles and names come again and again, and every answer twice
 
 

@@ -13,7 +13,6 @@ from lightrft.utils.errors import install_command, UserError
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
-
 _SHORT, _KEPT = 64, 256  # characters of texts that are remembered, and their number
 
 
@@ -150,7 +149,8 @@ def forms_of(tokenizer: PreTrainedTokenizerBase, model_type: str) -> list[CallFo
 def hermes(tokenizer: PreTrainedTokenizerBase) -> CallForm:
     """Return what reads calls in the Hermes form, and texts alone where the tokenizer lacks its tokens."""
     renderers = package()
-    form: CallForm = renderers.create_renderer(MarkMemory(tokenizer), renderers.DefaultRendererConfig(tool_parser="qwen3"))
+    config = renderers.DefaultRendererConfig(tool_parser="qwen3")
+    form: CallForm = renderers.create_renderer(MarkMemory(tokenizer), config)
     return form
 
 

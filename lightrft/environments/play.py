@@ -1,11 +1,12 @@
 """Episodes with an environment: sessions in workers, turns from tokens, answers back to tokens."""
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +43,10 @@ class PendingAnswer:
     def done(self) -> bool:
         """Return True once the environment has answered, or failed."""
         return self.answer.done()
+
+    def add_done_callback(self, callback: "Callable[[Future[Any]], object]") -> None:
+        """Call ``callback`` then, in another thread perhaps."""
+        self.answer.add_done_callback(callback)
 
     def result(self) -> Turn:
         """Note what the environment says, and return the tokens that follow the turn; None: the response ends."""

@@ -1,12 +1,12 @@
 """Episodes on an engine: the ranks that share it run one scheduler alike, for all callers of the engine."""
-import time
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lightrft.models.vocabulary import check_ids
 from lightrft.rollout.engine import FINISH_REASONS, SamplingParams, SteppedEngine
@@ -15,7 +15,8 @@ from lightrft.types import Episode, Key, Segment
 from lightrft.utils.watchdog import Progress, tick
 
 _IDLE_ROUNDS = 1000  # between two checks that rounds draw tokens
-_POLL_S = 1e-3  # between two looks at answers while all responses wait
+_LOOK_S = 1.0  # between two signs of life while all responses wait
+_ROUND_S = 1e-2  # between two exchanges then, of ranks that share the engine: none hears of the answers of another
 
 GroupKey = tuple[str, int]  # role and number of a prompt: the first two entries of a Key
 Turn = list[int] | None  # tokens that are given to a response before it resumes; None: it is finished
@@ -30,6 +31,9 @@ class PendingTurn(Protocol):
 
     def result(self) -> Turn:
         """Return the turn, or raise the error that it met."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Let ``callback`` be called once the turn is there, in any thread."""
 
 
 NextTurn = Callable[[list[Episode]], Sequence[Turn | PendingTurn]]
@@ -179,6 +183,7 @@ class Scheduler:
         self._engine = weakref.ref(engine)
         self.flights: dict[Key, Flight] = {}
         self.waiting: dict[Key, Turn | PendingTurn] = {}
+        self._arrived = threading.Event()  # a turn came since all responses have last waited
         self._idle = 0  # rounds since one has shown progress
         self._aborting = False  # of episodes that nobody waits for
 
@@ -221,8 +226,8 @@ class Scheduler:
         return run
 
     def step(self) -> None:
-        """Run one round of the engine. Waits a moment if every response waits for its next turn. An error ends all
-        episodes of all callers.
+        """Run one round of the engine. If every response waits for its next turn, so does this, for a while. An error
+        ends all episodes of all callers.
 
         Raises:
             RuntimeError: the engine makes no progress.
@@ -234,7 +239,8 @@ class Scheduler:
             if reported:
                 tick()
             elif len(self.waiting) == len(self.flights):
-                time.sleep(_POLL_S)
+                self._arrived.wait(_LOOK_S if self.engine.group is None else _ROUND_S)
+                self._arrived.clear()
                 tick()
             self._idle = 0 if Progress.ticks != before else self._idle + 1
             self._check_progress()
@@ -287,7 +293,7 @@ class Scheduler:
             keys = [key for key in stopped if self.flights[key].run is run and self.flights[key].local]
             if keys and run.next_turn is not None:
                 turns = run.next_turn([self.flights[key].episode for key in keys])
-                self.waiting |= zip(keys, turns, strict=True)
+                self._wait_for(keys, turns)
         if not self.waiting:
             return {}
         local_turns = {key: result_of(turn) for key, turn in self.waiting.items()
@@ -295,6 +301,14 @@ class Scheduler:
         ready = share_turns(local_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
         return ready
+
+    def _wait_for(self, keys: list[Key], turns: Sequence[Turn | PendingTurn]) -> None:
+        """Let responses wait for their turns, and hear when these come."""
+        arrived = self._arrived
+        for key, turn in zip(keys, turns, strict=True):
+            self.waiting[key] = turn
+            if isinstance(turn, PendingTurn):
+                turn.add_done_callback(lambda _: arrived.set())
 
     def _go_on(self, turns: dict[Key, Turn]) -> None:
         """Resume the responses that have a next turn with room behind it, and end the others."""

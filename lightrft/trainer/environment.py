@@ -1,9 +1,9 @@
 """Environments (tools, users, games) that answer a response, which then resumes with another turn."""
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -62,6 +62,10 @@ class PendingReply:
     def done(self) -> bool:
         """Return True once the environment has answered."""
         return self.answer.done()
+
+    def add_done_callback(self, callback: "Callable[[Future[Any]], object]") -> None:
+        """Call ``callback`` then, in another thread perhaps."""
+        self.answer.add_done_callback(callback)
 
     def result(self) -> Turn:
         """Wait for the answer, add its numbers to the episode, and return its tokens.

@@ -1,4 +1,5 @@
 """Episodes of several callers on one engine: each is what it is alone, and is heard of once."""
+import threading
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -178,11 +179,25 @@ def test_an_engine_that_draws_nothing_is_no_endless_wait(monkeypatch):
 def test_a_turn_that_takes_long_is_no_silence(monkeypatch):
     """Neither is a response of many tokens: a round of the HF engine says that it draws."""
     monkeypatch.setattr(scheduler, "_IDLE_ROUNDS", 1)
+    monkeypatch.setattr(scheduler, "_LOOK_S", 1e-4)
     shared, slow, polls, before = engine(), Future(), [], watchdog.Progress.ticks
     monkeypatch.setattr(slow, "done", lambda: polls.append(1) or len(polls) > 300)
     slow.set_result(None)
     generate(shared, asked := episodes(groups=1)[:1], PARAMS, lambda stopped: [slow])
     assert len(polls) > 300 and not asked[0].open and watchdog.Progress.ticks - before > 300
+
+
+def test_a_turn_ends_the_wait_for_it(monkeypatch):
+    monkeypatch.setattr(scheduler, "_LOOK_S", 1e6)
+
+    def asked(stopped):
+        turns = [Future() for _ in stopped]
+        for turn in turns:
+            threading.Timer(0.02, turn.set_result, [None]).start()
+        return turns
+
+    generate(engine(), samples := episodes(groups=1), PARAMS, asked)
+    assert "stop" in {each.finish_reason for each in samples} and not any(each.open for each in samples)
 
 
 def test_an_engine_that_does_not_wait_is_named(monkeypatch):
