@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from lightrft.config.compat import ALIASES, grant_without, nearest, one_line_per_fact, refusal
@@ -17,7 +18,7 @@ from lightrft.config.plugins import import_plugins, listed, Plugins
 from lightrft.config.run_folders import with_models_of_runs
 from lightrft.config.schema import Config
 from lightrft.config.synonyms import in_own_flags
-from lightrft.config.tree import RESERVED, build, options
+from lightrft.config.tree import RESERVED, build, groups, options
 from lightrft.config.verl_words import refusal_of_verl
 from lightrft.utils.errors import (absent_packages_are_expected, at_prompt, did_you_mean, ExpectedError, leave_error,
                                    UserError)
@@ -85,7 +86,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, Any]) -> _Parser:
     parser = _Parser(prog=prog, description=description or None, allow_abbrev=False, add_help=False,
-                     usage="%(prog)s [--config FILE.yaml] [--option value ...]")
+                     usage="%(prog)s [--config FILE.yaml] [--option value ...]",
+                     parents=[_flags(tree, *groups(tree).values())])  # yapf: disable
     parser.add_argument("-h", "--help", nargs="?", const="", action=HelpAction, tree=tree, defaults=defaults,
                         metavar="WHAT", help=HELP)
     parser.add_argument(
@@ -101,7 +103,14 @@ def _parser(prog: str | None, description: str, tree: type, defaults: dict[str, 
     parser.add_argument(
         "--plan_gpus", default="", metavar="NxGPU",
         help="with --dry_run: plan for other GPUs than those here, e.g. 8xH100, 1x24 (GiB), 2x8xH100 (two machines)")
-    add_tree(parser, tree, defaults, quiet=True)
+    return parser
+
+
+@lru_cache(maxsize=32)  # to build it takes longer than all else of a command line
+def _flags(tree: type, *classes: type) -> _Parser:
+    """Return a parser of the flags of ``tree``, the ``classes`` of whose groups differ with the options of plug-ins."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    add_tree(parser, tree, {}, quiet=True)
     return parser
 
 

@@ -47,7 +47,9 @@ def get_logger() -> logging.Logger:
         logger.propagate = False
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels for inference
     default = "INFO" if os.environ.get("RANK", "0") == "0" else "WARNING"
-    logger.setLevel(os.environ.get("LIGHTRFT_LOG_LEVEL", default).upper())
+    level = os.environ.get("LIGHTRFT_LOG_LEVEL", default).upper()
+    if logging.getLevelName(logger.level) != level:  # to set it empties a cache of every logger of the process
+        logger.setLevel(level)
     return logger
 
 
