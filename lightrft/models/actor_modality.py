@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import upload
 
 POSITIONS_KEPT = 4096  # prompts whose positions are kept
+_MULTIPLIED = {"hyperclovax"}  # families that multiply logits by ``logits_scaling``
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Head:
     bias: Tensor | None
     scale: float
     soft_cap: float
+
+
+def _scale(config: PretrainedConfig) -> float:
+    """Factor of the logits of a family, by its name in the config of those that have one."""
+    scaling = float(config_value(config, "logits_scaling", 1.0))  # Granite divides by it
+    factors = (float(config_value(config, name, 1.0)) for name in ("logit_scale", "lm_head_multiplier"))
+    return prod(factors) * (scaling if config.model_type in _MULTIPLIED else 1 / scaling)
 
 
 class ActorModality:
@@ -101,9 +110,7 @@ class ActorModality:
     def head(self, hf: PreTrainedModel) -> Head:
         """The head, read again on every forward because sharding swaps parameters."""
         layer, config = hf.get_output_embeddings(), hf.config.get_text_config()
-        scale = float(config_value(config, "logit_scale", 1.0)) / float(config_value(config, "logits_scaling",
-                                                                                     1.0))  # Cohere; Granite
-        return Head(layer.weight, getattr(layer, "bias", None), scale,
+        return Head(layer.weight, getattr(layer, "bias", None), _scale(config),
                     float(config_value(config, "final_logit_softcapping", 0.0)))
 
     def parts(self, hf: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:

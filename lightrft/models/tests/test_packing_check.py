@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightrft.models.architectures import modality_of
-from lightrft.models import packing_check
+from lightrft.models import actor_modality, packing_check
 from lightrft.models.packing_check import Gap, packing_fault, packing_gap
 from lightrft.tests.support import tiny
 from lightrft.utils.errors import UserError
@@ -104,12 +104,17 @@ def test_rounding_is_measured_in_the_code_of_the_family():
     assert not gap._replace(packed=0.1).is_rounding and not Gap(3e-5, 0.0).is_rounding
 
 
-def test_logits_that_the_head_does_not_scale_are_seen():
-    config = AutoConfig.for_model("granite", logits_scaling=3.0)
-    assert packing_fault(config) == ""
-    config = AutoConfig.for_model("falcon_h1", lm_head_multiplier=3.0)
-    with pytest.raises(UserError, match="falcon_h1"):
-        modality_of(config, "somewhere")
+SCALED = {"granite": {"logits_scaling": 3.0}, "falcon_h1": {"lm_head_multiplier": 3.0},
+          "hyperclovax": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 3.0}}  # yapf: disable
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_logits_that_the_head_does_not_scale_are_seen(kind, monkeypatch):
+    """Each family has a factor of its own, which is 1 in the default config of some."""
+    assert packing_fault(AutoConfig.for_model(kind, **SCALED[kind])) == ""
+    monkeypatch.setattr(actor_modality, "_scale", lambda config: 1.0)
+    with pytest.raises(UserError, match=kind):
+        modality_of(AutoConfig.for_model(kind, bos_token_id=2, **SCALED[kind]), "somewhere")
 
 
 def test_nothing_else_changes():
