@@ -38,18 +38,21 @@ class StatefulLayer:
         unread: further outputs, which no model reads.
         unadapted: its linear layer that cannot have an adapter, and why.
         chunk: a multiple of the tokens that its code takes at once.
+        exact: its parts between which it computes in float32, because its decays are float32.
     """
     continues: bool = True
     outputs: int = 1
     unread: int = 0
     unadapted: tuple[str, str] | None = None
     chunk: int = 256
+    exact: tuple[str, str] | None = None
 
 
 _DELTA = _STATE_SPACE = _CONVOLUTION = StatefulLayer()
 _FUSED = StatefulLayer(unadapted=("out_proj", "peft refuses it, for kernels that read its weight"))
 _SCAN = StatefulLayer(continues=False, chunk=8,  # Mamba 1: its scan begins with zeros, and goes on token by token
                       unadapted=("dt_proj", "its layer reads its weight past adapters"))  # yapf: disable
+_LIGHTNING = StatefulLayer(continues=False, unread=1, exact=("act_fn", "norm"))  # goes on token by token
 LAYERS: dict[str, StatefulLayer] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
@@ -64,7 +67,7 @@ LAYERS: dict[str, StatefulLayer] = {
     "Lfm2ShortConv": _CONVOLUTION,
     "Lfm2MoeShortConv": _CONVOLUTION,
     "JambaMambaMixer": _SCAN,
-    "MiniMaxLightningAttention": StatefulLayer(continues=False, unread=1),  # goes on token by token
+    "MiniMaxLightningAttention": _LIGHTNING,
 }
 KINDS = {"linear_attention", "conv", "hybrid"}  # their names in ``layer_types``
 MIXES_NOTHING = {"mlp", "moe"}  # names of layers that treat every token alone
@@ -144,7 +147,17 @@ def adapt(body: nn.Module) -> None:
     for module in stateful(body):
         if not isinstance(module, _PerSequence):
             _use_torch(sys.modules[type(module).__module__])
+            _compute_exactly(module, LAYERS[type(module).__name__].exact)
             module.__class__ = _derived(type(module))  # type: ignore[arg-type]
+
+
+def _compute_exactly(layer: Any, parts: tuple[str, str] | None) -> None:
+    """Let ``layer`` compute in float32 from the result of its first part to that of its last one: a decay per token
+    that is rounded to bfloat16 is off by a half after some hundred tokens."""
+    if parts is not None:
+        first, last = map(layer.get_submodule, parts)
+        first.register_forward_hook(lambda part, args, out: out.float())
+        last.register_forward_hook(lambda part, args, out: out.to(part.weight.dtype))
 
 
 def _use_torch(module: Any) -> None:

@@ -15,6 +15,7 @@ from lightrft.models.packing_check import packing_fault
 from lightrft.models.recomputation import recompute
 from lightrft.models.state_rows import LayerState, StateRows
 from lightrft.models.stateful import LAYERS, stateful
+from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.recurrence import in_double
 from lightrft.tests.support.shared_prompts import experience
@@ -22,6 +23,7 @@ from lightrft.types import Experience
 from lightrft.utils.errors import UserError
 
 Grads = dict[str, Tensor]
+FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]
 
 
 @pytest.fixture(scope="module", params=tiny.HYBRIDS)
@@ -99,6 +101,36 @@ def test_other_families_are_as_alone(family):
         found = grads(model)
         for name, grad in sums.items():
             torch.testing.assert_close(found[name], grad, atol=1e-5 * float(grad.abs().max() + 1), rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_weights_compute_in_bfloat16(family):
+    """Buffers stay float32 then: decays, factors."""
+    exp, models = experience(), [
+        tiny.model(family, attn_implementation="packed", initializer_range=0.06) for _ in range(2)
+    ]
+    exact = ActorLanguage(models[0])(exp)[0].detach()
+    ComputeCopy(models[1])
+    logprobs = ActorLanguage(models[1])(exp)[0]
+    assert 0 < float((logprobs.detach() - exact).abs().mean()) < 0.01
+    logprobs.sum().backward()
+    assert all(weight.grad.dtype == torch.float32 for weight in models[1].parameters() if weight.grad is not None)
+
+
+@torch.no_grad()
+def test_decays_are_not_rounded_to_bfloat16():
+    """Of MiniMax: 300 tokens in blocks, as they are trained, and one by one, as they are drawn."""
+    model, runs, drawn = tiny.model("minimax", num_attention_heads=16, attn_implementation="packed"), [], []
+    ActorLanguage(model)
+    ComputeCopy(model)
+    hidden = torch.randn(1, 300, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache = SimpleNamespace(mix=lambda index, rows, layer: runs.append(layer) or layer(rows, LayerState()))
+    whole = stateful(model)[0](hidden, kv_cache=cache, position_embeddings=None, attention_mask=None)[0]
+    state = LayerState()
+    for token in hidden.split(1, 1):
+        drawn += runs[0](token, state)
+        state = LayerState(state.states)
+    assert float((torch.cat(drawn, 1) - whole).float().abs().mean() / whole.float().abs().mean()) < 0.005
 
 
 def test_a_shared_prompt_runs_once_through_the_layers_with_state(models):

@@ -386,6 +386,8 @@ def _empty_copy(actor: ActorLanguage, device: torch.device, dtype: torch.dtype) 
         config = copy.deepcopy(actor.hf_model.config)
         model = actor.modality.auto_class.from_config(config, attn_implementation=actor.modality.attention(config),
                                                       dtype=dtype, trust_remote_code=False)
+    for name, buffer in actor.hf_model.named_buffers():  # the trainer's are not rounded
+        model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.clone()
     actor.modality.adapt(model)
     use_onednn(model)
     return model.to(device).requires_grad_(False)

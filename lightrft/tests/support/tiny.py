@@ -46,7 +46,8 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_st
 STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {  # other layers with state: one of each kind
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1]}),
     "falcon_h1": ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
-                                "mamba_chunk_size": 16, "head_dim": 8}),
+                                "mamba_chunk_size": 16, "head_dim": 8, "lm_head_multiplier": 0.5,
+                                "ssm_multipliers": [0.7, 0.5, 0.6, 1.5, 0.8]}),
     "granitemoehybrid": ("granitemoehybrid", _MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 32,
                                                        "layer_types": ["mamba", "attention"]}),
     "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8}),
