@@ -13,7 +13,7 @@ from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Experience
 
-LONG = 6  # steps of a whole run
+LONG = 4  # steps of a whole run
 SHAPE = {"n_samples_per_prompt": 2, "generate_max_len": 8, "micro_train_batch_size": 3}
 SPREAD: dict[str, dict[str, Any]] = {
     "group_norm": {},

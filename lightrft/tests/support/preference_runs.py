@@ -163,7 +163,7 @@ def run_of(name: str, home: Path, save: Path, **options: Any) -> Any:
     data, own = EVERY[name]
     own = {key: value.replace("{home}", str(home)) if isinstance(value, str) else value
            for key, value in own.items()}  # yapf: disable
-    return Rig(name.partition(" ")[0], data).run(home, save, eval_steps=0, **own, **options)
+    return Rig(name.partition(" ")[0], data).run(home, save, eval_steps=0, max_steps=2, **own, **options)
 
 
 def all_on_ranks(home: Path, save: Path) -> None:

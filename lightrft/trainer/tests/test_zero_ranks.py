@@ -18,7 +18,7 @@ no_picture, home = no_picture, home  # fixtures; the module draws no curve
 
 @pytest.fixture(scope="module")
 def ranks(home, tmp_path_factory):
-    """Three steps of every trainer, all in one start of two ranks."""
+    """Two steps of every trainer, all in one start of two ranks."""
     pytest.importorskip("deepspeed")
     save = tmp_path_factory.mktemp("ranks")
     runs.write_lengths(home)
