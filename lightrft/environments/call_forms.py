@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.datasets.control_tokens import special_ids
+from lightrft.environments.python_calls import PythonCalls, START as PYTHON_START
+from lightrft.environments.turn_texts import TurnTexts
 from lightrft.utils.errors import install_command, UserError
 
 if TYPE_CHECKING:
@@ -43,18 +44,6 @@ class MarkMemory:
         return getattr(self._tokenizer, name)
 
 
-class Turns:
-    """Texts of turns; the special tokens of the tokenizer are looked up once, and not for every turn."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.ends = tokenizer, special_ids(tokenizer)
-
-    def text(self, ids: list[int]) -> str:
-        """Return the text of a turn without its end token."""
-        body = ids[:-1] if ids and ids[-1] in self.ends else ids
-        return str(self.tokenizer.decode(body, skip_special_tokens=False))
-
-
 class HarmonyCalls:
     """Channels of gpt-oss: thoughts in ``analysis``, calls in ``commentary to=functions.NAME``, the text in ``final``.
 
@@ -64,7 +53,7 @@ class HarmonyCalls:
     MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.turns = Turns(tokenizer)
+        self.turns = TurnTexts(tokenizer)
         self.ids = {mark.strip("<|>"): _id(tokenizer, mark) for mark in self.MARKS}
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
@@ -94,26 +83,24 @@ class LlamaCalls:
     several of them with ``;`` between them. Thoughts stand before, between ``<think>`` and ``</think>``.
 
     The parser of ``renderers`` is not used: it reads one call without the tag, and takes a malformed one for a text.
+    A call that is written as Python is malformed where the template asks for objects.
     """
     MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     _TAG = "<|python_tag|>"
-    _THOUGHTS = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
     _START = re.compile(r'\[?\s*\{\s*"(type|name|function|parameters)"')
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.turns = Turns(tokenizer)
+        self.turns = TurnTexts(tokenizer)
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
                        prompt_ids: list[int] | None = None) -> "ParsedResponse":
         """Parse a turn as :class:`CallForm` says. Without tools, an object is a text."""
         from renderers import ParsedResponse
-        whole = self.turns.text(token_ids).strip()
-        thoughts = self._THOUGHTS.match(whole)
-        text = whole[thoughts.end():] if thoughts else whole
+        thoughts, text = self.turns.parted(token_ids)
         content, tag, body = text.partition(self._TAG)
-        if not tag and tools and self._START.match(text):
+        if not tag and tools and (self._START.match(text) or PYTHON_START.match(text)):
             content, body = "", text
-        return ParsedResponse(content.strip(), thoughts[1].strip() if thoughts else None, [*_calls(body)])
+        return ParsedResponse(content.strip(), thoughts, [*_calls(body)])
 
 
 def _calls(text: str) -> Iterator["ParsedToolCall"]:
@@ -158,6 +145,7 @@ _FORMS: dict[str, tuple[Callable[[PreTrainedTokenizerBase], CallForm], Sequence[
     "": (hermes, ("<tool_call>", "</tool_call>")),
     "gpt_oss": (HarmonyCalls, HarmonyCalls.MARKS),
     "llama": (LlamaCalls, LlamaCalls.MARKS),
+    "lfm2": (PythonCalls.of_lfm2, PythonCalls.MARKS),
 }  # yapf: disable
 """Model type -> form of its calls, and the tokens of that."""
 

@@ -12,6 +12,7 @@ from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.rows import DataError
 from lightrft.environments.base import Message, ToolCall
 from lightrft.environments.call_forms import CallForm, forms_of, hermes, MarkMemory, package
+from lightrft.environments.python_calls import PythonCalls
 from lightrft.environments.turn_template import ASK, call_of, PROBE, result_of, TurnTemplate
 from lightrft.utils.errors import CaptureException, first_line, UserError
 from lightrft.utils.logging import get_logger
@@ -81,15 +82,16 @@ class ChatFormat:
         """
         forms = forms_of(self.tokenizer, model_type)
         written = self._written_call() if self._template.shows_calls else ""
-        fitting = [form for form in forms if not written or self._reads(form, written)]
-        if fitting:
-            return fitting[0]
+        if written:
+            forms = [form for form in (*forms, PythonCalls(self.tokenizer)) if self._reads(form, written)]
+        if forms:
+            return forms[0]
         if self.schemas:
             raise UserError(
                 f"--environment: nothing reads calls of tools of the model {self._name}: its template writes "
                 f"{written[-200:]!r}, which is neither the Hermes form (the tokens <tool_call> and </tool_call>), nor "
-                "that of Llama 3 or gpt-oss with their tokens. Use a model that was trained to call tools, or an "
-                "environment that reads text")
+                "that of Llama 3, LFM2 or gpt-oss with their tokens, nor a list of Python calls. Use a model that was "
+                "trained to call tools, or an environment that reads text")
         return hermes(self.tokenizer)
 
     def _written_call(self) -> str:

@@ -1,4 +1,4 @@
-"""Episodes of three families in a worker: what is drawn stays token by token, and is never encoded again; calls are
+"""Episodes of four families in a worker: what is drawn stays token by token, and is never encoded again; calls are
 read and made as the family writes them."""
 import json
 import logging
@@ -29,14 +29,20 @@ def harmony(name, end="<|call|>"):
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{CALLS[name]}{end}"
 
 
+def python(calls):
+    return f"<|tool_call_start|>[{calls}]<|tool_call_end|><|im_end|>"
+
+
+PYTHON_BOTH = "add(a=1, b=2), look(key='x')"
 THINKS = "<|channel|>analysis<|message|>zyx<|end|><|start|>assistant"
 CANONICAL = " to=functions.add<|channel|>commentary json<|message|>" + CALLS["add"] + "<|call|>"
 LAST = {"qwen": "zyx<|im_end|>", "llama": "zyx<|eot_id|>",
-        "harmony": "<|channel|>final<|message|>zyx<|return|>"}  # yapf: disable
+        "harmony": "<|channel|>final<|message|>zyx<|return|>", "lfm2": "zyx<|im_end|>"}  # yapf: disable
 USER = {"qwen": "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n",
         "llama": "<|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>"
                  "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "harmony": "<|start|>user<|message|>and?<|end|><|start|>assistant"}  # yapf: disable
+        "harmony": "<|start|>user<|message|>and?<|end|><|start|>assistant",
+        "lfm2": "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"}  # yapf: disable
 
 
 def results(family, **answers):
@@ -44,6 +50,9 @@ def results(family, **answers):
     if family == "qwen":
         inner = "".join(f"\n<tool_response>\n{text}\n</tool_response>" for text in answers.values())
         return f"\n<|im_start|>user{inner}<|im_end|>\n<|im_start|>assistant\n"
+    if family == "lfm2":
+        return "".join(f"\n<|im_start|>tool\n<|tool_response_start|>{text}<|tool_response_end|><|im_end|>"
+                       for text in answers.values()) + "\n<|im_start|>assistant\n"  # yapf: disable
     written = {name: json.dumps(text) for name, text in answers.items()}
     if family == "llama":
         inner = "".join(f"<|start_header_id|>ipython<|end_header_id|>\n\n{text}<|eot_id|>" for text in written.values())
@@ -80,6 +89,10 @@ TABLE = [
      {"": WRONG + '"name": add'}, False),
     ("llama", "cut", f"zyx<|python_tag|>{llama('add')}; {llama('look')[:-2]}", "zyx", None, (*ADDED, ("", {})), 0, {},
      False),
+    ("llama", "Python", "[add(a=1, b=2)]<|eot_id|>", "", None, (("", {}), ), 0,
+     {"": "Error: the call is no valid JSON: [add(a=1, b=2)]"}, False),
+    ("llama", "a tool of its own", 'zyx<|python_tag|>brave_search.call(query="1+2")<|eom_id|>', "zyx", None,
+     (("", {}), ), 0, {"": 'Error: the call is no valid JSON: brave_search.call(query="1+2")'}, False),
     ("llama", "thoughts", f"<think>zyx</think>\n{llama('add')}<|eot_id|>", "", "zyx", ADDED, 1, {"add": "3"}, False),
     ("harmony", "plain", LAST["harmony"], "zyx", None, (), 0, None, False),
     ("harmony", "call", THINKS + harmony("add"), "", "zyx", ADDED, 1, {"add": "3"}, False),
@@ -94,6 +107,15 @@ TABLE = [
     ("harmony", "thoughts", THINKS + CANONICAL, "", "zyx", ADDED, 1, {"add": "3"}, True),
     ("harmony", "text in the commentary", f"<|channel|>commentary<|message|>zyx<|end|><|start|>assistant"
      f"{harmony('add')}", "zyx", None, ADDED, 1, {"add": "3"}, False),
+    ("lfm2", "plain", LAST["lfm2"], "zyx", None, (), 0, None, True),
+    ("lfm2", "call", python("add(a=1, b=2)"), "", None, ADDED, 1, {"add": "3"}, True),
+    ("lfm2", "parallel", f"zyx{python(PYTHON_BOTH)}", "zyx", None, BOTH, 2, {"add": "3", "look": "page x"}, True),
+    ("lfm2", "malformed", python("add(1, b=2)"), "", None, (("", {}), ), 0,
+     {"": "Error: the call is malformed: add(1, b=2)"}, False),
+    ("lfm2", "run", python("look(key=open('f').read())"), "", None, (("", {}), ), 0,
+     {"": "Error: the call is malformed: look(key=open('f').read())"}, False),
+    ("lfm2", "cut", f"zyx<|tool_call_start|>[{PYTHON_BOTH}", "zyx", None, (("", {}), ), 0, {}, False),
+    ("lfm2", "thoughts", f"<think>zyx</think>{python('add(a=1, b=2)')}", "", "zyx", ADDED, 1, {"add": "3"}, False),
 ]  # yapf: disable
 
 
@@ -122,6 +144,7 @@ def test_token_in_token_out(pool, family, kind, drawn, content, thought, calls, 
         message, read = episode.play.parsed[0], player.form.read(asked, expected[0])[1]
         assert (message["content"].strip(), message.get("reasoning_content")) == (content, thought)
         assert tuple((call.name, call.arguments) for call in read) == calls and episode.play.metrics["ran"] == ran
+        assert episode.play.metrics["room"] == 2048 - len(expected[0])
         assert [bool(call.error) for call in read] == [call[1] == {} for call in calls] or kind == "cut"
         if answers == {}:
             assert not following, "a turn that was cut is the last one"
@@ -131,6 +154,8 @@ def test_token_in_token_out(pool, family, kind, drawn, content, thought, calls, 
         episode.give(following)
         expected += [following, ids(LAST[family]).input_ids]
         assert not turn(episode, ask, expected[2], "stop")
+    rooms = [2048 - len(expected[0]), 2048 - sum(map(len, expected))]
+    assert episode.play.metrics["room"] == sum(rooms), "metrics of turns are added"
     assert episode.token_ids == asked + [token for run in expected for token in run]
     assert episode.loss_mask == [False] * len(asked) + [i != 1 for i, run in enumerate(expected) for _ in run]
     if same:
@@ -160,9 +185,9 @@ def test_a_template_with_another_history_is_refused_and_lost_thoughts_are_told(f
     monkeypatch.setattr(logging.getLogger("lightrft"), "propagate", True)
     with caplog.at_level(logging.INFO):
         ChatFormat(tokenizer, model_type, desk.Desk.tools)
-    assert ("leaves them out of earlier turns" in caplog.text) == (family != "llama")
+    assert ("leaves them out of earlier turns" in caplog.text) == (family in ("qwen", "harmony"))
     content = {"qwen": "{{ m.content }}{% for", "llama": "turn(m.role, m.content | trim)",
-               "harmony": "final<|message|>' + m.content }}"}[family]  # yapf: disable
+               "harmony": "final<|message|>' + m.content }}", "lfm2": "{{ m.content }}"}[family]  # yapf: disable
     assert content in tokenizer.chat_template
     tokenizer.chat_template = tokenizer.chat_template.replace(
         content, content.replace("m.content", "(m.content if loop.last else 'old')"))
@@ -184,15 +209,16 @@ def test_observations_cannot_speak_as_control_tokens(family):
 
 
 @pytest.mark.parametrize("family", chat_families.FAMILIES)
-@pytest.mark.parametrize("body", ["[" * 3000, "1" * 5000], ids=["too deep", "too long"])
-def test_json_that_python_cannot_read_is_a_malformed_call(family, body):
+@pytest.mark.parametrize("body", ["[" * 3000, "1" * 5000, "-" * 9000 + "1"], ids=["too deep", "too long", "minus"])
+def test_a_call_that_python_cannot_read_is_malformed(family, body):
     """Not the end of the run."""
     tokenizer = chat_families.tokenizer(family)
     form = ChatFormat(tokenizer, chat_families.FAMILIES[family].model_type, desk.Desk.tools)
     drawn = {"qwen": f"<tool_call>{body}</tool_call><|im_end|>", "llama": f"<|python_tag|>{body}<|eom_id|>",
-             "harmony": f"<|channel|>commentary to=functions.add<|message|>{body}<|call|>"}[family]  # yapf: disable
+             "harmony": f"<|channel|>commentary to=functions.add<|message|>{body}<|call|>",
+             "lfm2": f"<|tool_call_start|>[f(a={body})]<|tool_call_end|><|im_end|>"}[family]  # yapf: disable
     _, (call, ) = form.read(form.prompt(ASK, {})[1], tokenizer(drawn).input_ids)
-    assert call.error.startswith("the call is no valid JSON: ")
+    assert call.error.startswith(f"the call is {'malformed' if family == 'lfm2' else 'no valid JSON'}: ")
 
 
 @pytest.mark.parametrize("family, model_type, form", [
@@ -203,6 +229,28 @@ def test_json_that_python_cannot_read_is_a_malformed_call(family, body):
 def test_a_model_of_another_type_is_read_as_its_template_writes_calls(family, model_type, form):
     reader = ChatFormat(chat_families.tokenizer(family), model_type, desk.Desk.tools).reader
     assert type(reader).__name__ == form
+
+
+@pytest.mark.parametrize("value, read", [
+    ("'it\\'s'", "it's"), ("-2.5", -2.5), ("[1, (2, None)]", [1, [2, None]]),
+    ("{'k': true, 'n': null}", {"k": True, "n": None}),
+    ("b'x'", "malformed"), ("1j", "malformed"), ("{1, 2}", "malformed"), ("f''", "malformed"), ("-'x'", "malformed"),
+    ("{**a}", "malformed"), ("x", "malformed")])  # yapf: disable
+def test_a_llama_whose_template_writes_python(value, read):
+    """The whole turn is a list of calls then, and their values are those of JSON."""
+    tokenizer = chat_families.tokenizer("llama")
+    before = """'{\"name\": \"' + f.name + '\", \"parameters\": ' + f.arguments | tojson + '}'"""
+    assert before in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        before, """'[' + f.name + '(' + f.arguments.items() | map('join', "='") | join("', ") + "')]\"""")
+    form = ChatFormat(tokenizer, "llama", desk.Desk.tools)
+    message, (call, ) = form.read([], tokenizer(f"<think>t</think>[look.up(key={value})]<|eot_id|>").input_ids)
+    assert (message["reasoning_content"], message["content"]) == ("t", "")
+    if read == "malformed":
+        assert call.error == f"the call is malformed: look.up(key={value})"
+    else:
+        assert (call.name, call.arguments, call.error) == ("look.up", {"key": read}, "")
+    assert not form.read([], tokenizer("a list: [1]<|eot_id|>").input_ids)[1]
 
 
 def test_a_form_of_calls_that_nothing_reads_is_refused():

@@ -1,4 +1,4 @@
-"""Chat templates of three families that call tools, with their control tokens, and one token per byte for the rest.
+"""Chat templates of four families that call tools, with their control tokens, and one token per byte for the rest.
 
 The templates are short ones of our own. They have what decides about tokens in those of the families: the marks, the
 places of line breaks, thoughts that leave the history, results written as JSON, and what they refuse.
@@ -63,6 +63,17 @@ _HARMONY = (
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}")
 
+_LFM2 = ("{{ '<|startoftext|>' }}{% if tools %}<|im_start|>system\nList of tools: [{% for t in tools %}{{ t | tojson }}"
+         "{% if not loop.last %}, {% endif %}{% endfor %}]<|im_end|>\n{% endif %}"
+         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'tool' %}"
+         "{{ '<|tool_response_start|>' + m.content + '<|tool_response_end|>' }}{% else %}{{ m.content }}{% endif %}"
+         "{% for call in m.tool_calls or [] %}{{ '<|tool_call_start|>[' if loop.first else ', ' }}"
+         "{{ call.function.name + '(' }}{% for name, value in call.function.arguments.items() %}"
+         "{{ ', ' if not loop.first }}{{ name + '=' }}{% if value is string %}{{ \"'\" + value + \"'\" }}"
+         "{% else %}{{ value | tojson }}{% endif %}{% endfor %}{{ ')' }}"
+         "{{ ']<|tool_call_end|>' if loop.last }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
 
 class ChatFamily(NamedTuple):
     """A family: its model type, its template, its special tokens, the end token first, and its other added tokens."""
@@ -79,6 +90,9 @@ FAMILIES = {
                                           "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")),
     "harmony": ChatFamily("gpt_oss", _HARMONY, ("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|message|>",
                                                 "<|channel|>", "<|constrain|>", "<|endoftext|>")),
+    "lfm2": ChatFamily("lfm2", _LFM2, ("<|im_end|>", "<|im_start|>", "<|startoftext|>", "<|endoftext|>",
+                                       "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_response_start|>",
+                                       "<|tool_response_end|>")),
 }  # yapf: disable
 
 

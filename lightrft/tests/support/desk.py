@@ -42,5 +42,5 @@ class Desk(ToolEnvironment):
         """Answer calls; ask once."""
         before = self.ran
         step = Step("and?") if turn.number == 0 and not turn.calls and not turn.cut else await super().step(turn)
-        step.metrics["ran"] = self.ran - before
+        step.metrics |= {"ran": self.ran - before, "room": turn.room}
         return step
