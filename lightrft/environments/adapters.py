@@ -64,9 +64,13 @@ class MethodTools(ToolEnvironment):
     async def step(self, turn: Turn) -> Step:
         """Answer the calls; the last turn has the reward of ``get_reward``."""
         step = await super().step(turn)
-        if (step.done or turn.last) and hasattr(self.inner, "get_reward"):
-            step.reward = await called(self.inner.get_reward)
+        if step.done or turn.last:
+            step.reward = (await self.cut_short()).reward
         return step
+
+    async def cut_short(self) -> Step:
+        """Ask for the reward."""
+        return Step(reward=await called(self.inner.get_reward) if hasattr(self.inner, "get_reward") else None)
 
 
 _NO_TOOLS = ("reset", "get_reward", "close")

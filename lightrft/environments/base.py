@@ -81,7 +81,8 @@ class Environment(Protocol):
     """Environment of one response, such as a game, or tools with their state.
 
     An object is made for each response, in a worker process. Its methods may be ``async``; others run in a thread that
-    is the object's own. ``close`` is optional.
+    is the object's own. ``close()`` is optional. So is ``cut_short() -> Step``: it is called when a
+    response ends without room for the answer to its last turn, for a reward that is given at the end alone.
     """
 
     def reset(self, prompt: Task, seed: int) -> "list[Message] | str | None | Awaitable[Any]":

@@ -61,9 +61,12 @@ class TextArenaGame:
 
     def step(self, turn: Turn) -> Step:
         """Pass the text of a turn."""
-        over = turn.cut or self.inner.step(action=turn.text)[0]
-        if not over and not turn.last:
-            return Step(self._new())
+        over = turn.cut or self.inner.step(action=turn.text)[0] or turn.last
+        new = "" if over else self._new()
+        return Step(new) if new else self.cut_short()
+
+    def cut_short(self) -> Step:
+        """End the game, as far as it came."""
         rewards, _ = self.inner.close()
         return Step(reward=number((rewards or {}).get(0, 0.0)), done=True)
 

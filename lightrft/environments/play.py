@@ -17,7 +17,7 @@ from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.pool import Answer, EnvironmentPool
-from lightrft.rollout.scheduler import NextTurn, Turn
+from lightrft.rollout.scheduler import NextTurn, PendingTurn, Turn
 from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play
@@ -30,14 +30,11 @@ _LOOK_S = 1.0  # between two signs of life while resets are waited for
 
 
 @dataclass(frozen=True)
-class PendingAnswer:
-    """A :class:`~lightrft.rollout.scheduler.PendingTurn`: the answer to the last turn of ``episode``."""
+class Asked:
+    """What the environment of ``episode`` was asked at a time."""
     player: "Player"
     episode: Episode
     answer: "Future[Answer]"
-    drawn: int  # tokens of the turn
-    room: int
-    cut: bool
     asked: float
 
     def done(self) -> bool:
@@ -48,32 +45,58 @@ class PendingAnswer:
         """Call ``callback`` then, in another thread perhaps."""
         self.answer.add_done_callback(callback)
 
-    def result(self) -> Turn:
-        """Note what the environment says, and return the tokens that follow the turn; None: the response ends."""
-        play, answer = _play(self.episode), self.answer.result()
+    def noted(self) -> Step | None:
+        """Note the reward and the metrics of the answer; None: the environment has failed."""
+        play, at, answer = _play(self.episode), self.episode.num_tokens - 1, self.answer.result()
         play.wait_s += time.monotonic() - self.asked
         if isinstance(answer, Failure):
             play.failure = answer.cause
             self.player.log_once(answer)
             return None
         if answer.reward is not None:
-            play.rewards.append((self.episode.num_tokens - 1, answer.reward))
+            earlier = play.rewards.pop()[1] if play.rewards and play.rewards[-1][0] == at else 0.0
+            play.rewards.append((at, earlier + answer.reward))
         for name, value in answer.metrics.items():
             play.metrics[name] = play.metrics.get(name, 0.0) + value
-        if answer.done or self.cut or not (answer.messages or answer.text):
+        return answer
+
+
+@dataclass(frozen=True)
+class PendingAnswer(Asked):
+    """A :class:`~lightrft.rollout.scheduler.PendingTurn`: the answer to the last turn of ``episode``."""
+    drawn: int  # tokens of the turn
+    room: int
+    cut: bool
+
+    def result(self) -> "Turn | PendingTurn":
+        """Note what the environment says, and return the tokens that follow the turn; None: the response ends."""
+        play, answer = _play(self.episode), self.noted()
+        if answer is None or answer.done or self.cut or not (answer.messages or answer.text):
             return None
         if play.turns >= self.player.max_turns:
             play.limit = "max_turns"
             return None
         return self._following(play, answer)
 
-    def _following(self, play: Play, answer: Step) -> Turn:
+    def _following(self, play: Play, answer: Step) -> "Turn | PendingTurn":
         tokens = self.player.tokens_of(self.episode, self.drawn, answer)
         if tokens is None or len(tokens) >= self.room:
             play.limit = "open_thought" if tokens is None else "no_room"
-            return tokens
+            return self.player.last_word(self.episode, tokens)
         play.messages += self.player.read_of(answer)
         return tokens
+
+
+@dataclass(frozen=True)
+class PendingLastWord(Asked):
+    """A :class:`~lightrft.rollout.scheduler.PendingTurn`: what the environment says at the end of a response that
+    cannot go on with ``turn``, its answer."""
+    turn: Turn
+
+    def result(self) -> Turn:
+        """Note what the environment says, and return the turn without room, which ends the response."""
+        self.noted()
+        return self.turn
 
 
 class Player:
@@ -138,6 +161,13 @@ class Player:
             logger.warning(
                 "an environment failed (%s), and its response is left unscored; further ones are only "
                 "counted, as env/%s\n%s", failure.cause, failure.cause, failure.detail)
+
+    def last_word(self, episode: Episode, turn: Turn) -> "Turn | PendingTurn":
+        """Tell an environment that its response ends without ``turn``, its answer."""
+        asked, answer = time.monotonic(), self.pool.cut_short(self._sessions[episode.key][1])
+        pending = PendingLastWord(self, episode, answer, asked, turn)
+        self._wait_briefly([answer])
+        return pending.result() if answer.done() else pending
 
     def tokens_of(self, episode: Episode, drawn: int, answer: Step) -> list[int] | None:
         """Return the tokens of an answer behind the last ``drawn`` tokens of an episode."""
@@ -257,10 +287,12 @@ class Player:
     def _ask(self, ended: list[Episode], max_new_tokens: int) -> "list[Turn | PendingAnswer]":
         """Pass the last turns of episodes to their sessions; one without an environment ends."""
         asked = [self._asked(episode, max_new_tokens) for episode in ended]
-        futures = [each.answer for each in asked if each is not None]
-        if self._quick and futures:
-            self._quick = not wait(futures, _QUICK_S).not_done
+        self._wait_briefly([each.answer for each in asked if each is not None])
         return [*asked]
+
+    def _wait_briefly(self, answers: "list[Future[Answer]]") -> None:
+        if self._quick and answers:
+            self._quick = not wait(answers, _QUICK_S).not_done
 
     def _asked(self, episode: Episode, max_new_tokens: int) -> PendingAnswer | None:
         play, ids = _play(episode), episode.token_ids
@@ -279,7 +311,7 @@ class Player:
         if play.failure:
             return None
         answer = self.pool.step(self._sessions[episode.key][1], turn)
-        return PendingAnswer(self, episode, answer, drawn, room, cut, time.monotonic())
+        return PendingAnswer(self, episode, answer, time.monotonic(), drawn, room, cut)
 
     def _read(self, before: list[int], drawn: list[int]) -> "tuple[Message, tuple[ToolCall, ...]]":
         return self.form.read(before, drawn) if self.form is not None else ({}, ())

@@ -156,6 +156,10 @@ class EnvironmentPool:
         """Pass a turn to its session."""
         return self._called(self._homes[session], "step", session, turn)
 
+    def cut_short(self, session: int) -> "Future[Answer]":
+        """Tell a session that its response ends without its last answer."""
+        return self._called(self._homes[session], "cut_short", session)
+
     def close(self, session: int) -> None:
         """End a session; the last one of a retired worker ends that."""
         worker = self._homes.pop(session, None)

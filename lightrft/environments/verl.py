@@ -39,9 +39,16 @@ class VerlTools(ToolEnvironment):
         """Answer the calls of a turn."""
         step = await super().step(turn)
         if step.done or turn.last:
-            rewards = [await tool.calc_reward(self.instances[name]) for name, tool in self.objects.items()]
-            step.reward = sum((number(reward) or 0.0 for reward in rewards), step.reward or 0.0)
+            step.reward = (step.reward or 0.0) + await self._reward()
         return step
+
+    async def cut_short(self) -> Step:
+        """Ask for the rewards at the end."""
+        return Step(reward=await self._reward())
+
+    async def _reward(self) -> float:
+        rewards = [await tool.calc_reward(self.instances[name]) for name, tool in self.objects.items()]
+        return sum(number(reward) or 0.0 for reward in rewards)
 
     async def answer(self, call: ToolCall) -> Answered:
         """Execute a call; its reward is one of the turn."""

@@ -1,8 +1,8 @@
 """Worker process of environments: many sessions in one event loop, each call with its own time limit.
 
 In, pickled: ``("load", spec, limit_s)``, then ``("reset", call, session, task, seed)``, ``("step", call, session,
-turn)`` and ``("close", session)``. Out, as JSON, so that a tool cannot send an object: ``{"loaded": info}`` or
-``{"failed": text}``, then ``{"call": number, ...}`` with an answer or a failure.
+turn)``, ``("cut_short", call, session)`` and ``("close", session)``. Out, as JSON, so that a tool cannot send an
+object: ``{"loaded": info}`` or ``{"failed": text}``, then ``{"call": number, ...}`` with an answer or a failure.
 """
 import asyncio
 import concurrent.futures
@@ -42,10 +42,11 @@ class Session:
 
     async def step(self, turn: Turn) -> dict[str, Any]:
         """Answer a turn."""
-        answer = await self._call("step", turn)
-        if not isinstance(answer, Step):
-            raise TypeError(f"step() returned {answer!r}, and must return a Step(messages, reward, done, metrics)")
-        return plain(answer)
+        return await self._step("step", turn)
+
+    async def cut_short(self) -> dict[str, Any]:
+        """End a response without its last answer; an environment without such a method has nothing to say."""
+        return await self._step("cut_short") if hasattr(self.inner, "cut_short") else plain(Step())
 
     async def close(self) -> None:
         """Close the environment, and forget its thread."""
@@ -56,6 +57,12 @@ class Session:
     def forget(self) -> None:
         """Let the thread end as soon as it is idle."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _step(self, method: str, *arguments: Any) -> dict[str, Any]:
+        answer = await self._call(method, *arguments)
+        if not isinstance(answer, Step):
+            raise TypeError(f"{method}() returned {answer!r}, and must return a Step(messages, reward, done, metrics)")
+        return plain(answer)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         function = getattr(self.inner, method)

@@ -29,8 +29,8 @@ class PendingTurn(Protocol):
     def done(self) -> bool:
         """Return True once the turn is there."""
 
-    def result(self) -> Turn:
-        """Return the turn, or raise the error that it met."""
+    def result(self) -> "Turn | PendingTurn":
+        """Return the turn, or another one that is waited for in its place; or raise the error that it met."""
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
         """Let ``callback`` be called once the turn is there, in any thread."""
@@ -296,8 +296,9 @@ class Scheduler:
                 self._wait_for(keys, turns)
         if not self.waiting:
             return {}
-        local_turns = {key: result_of(turn) for key, turn in self.waiting.items()
-                       if self.flights[key].local and _is_there(turn)}  # yapf: disable
+        came = [key for key, turn in self.waiting.items() if self.flights[key].local and _is_there(turn)]
+        self._wait_for(came, [_result(self.waiting[key]) for key in came])
+        local_turns = {key: turn for key in came if not isinstance(turn := self.waiting[key], PendingTurn)}
         ready = share_turns(local_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
         return ready
@@ -393,6 +394,12 @@ def _is_there(turn: Turn | PendingTurn) -> bool:
     return not isinstance(turn, PendingTurn) or turn.done()
 
 
-def result_of(turn: Turn | PendingTurn) -> Turn:
-    """Return a turn that is there; of a pending one, its result."""
+def _result(turn: Turn | PendingTurn) -> Turn | PendingTurn:
     return turn.result() if isinstance(turn, PendingTurn) else turn
+
+
+def result_of(turn: Turn | PendingTurn) -> Turn:
+    """Return a turn, after a wait if it is not there."""
+    while isinstance(turn, PendingTurn):
+        turn = turn.result()
+    return turn

@@ -1,8 +1,12 @@
 """Two steps of training with each environment of another trainer: every reward and metric is what the turns that were
 drawn earn by the rules of that environment."""
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +17,8 @@ from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
 from lightrft.utils.timer import Timer
 
 no_picture = runs.no_picture
+ROOT, ORACLES = Path(__file__).parents[3], Path(sys.prefix) / "oracles"  # what `make oracles` installs
+SUPPORT = Path(foreign.__file__).parent
 TURNS = 4  # --max_turns
 ANSWER = "\\boxed{3}"
 ROW = {"prompt": [{"role": "user", "content": "sum"}], "reference": "3", "difficulty": 2,
@@ -84,18 +90,21 @@ class Case(NamedTuple):
     rule: Rule
     reward: str = "environment"
     package: str = "renderers"
+    room: int = 600  # --generate_max_len; a smaller one ends responses whose reward comes at the end alone
+    file: str = foreign.__file__
 
 
 CASES = [
     Case("tools", [*calls("double", {"number": 2}, {"number": 5}), [ANSWER], ["4"]], doubled, "exact"),
-    Case("Counter", [*COUNT, ["done"]], counted),
+    Case("Counter", [*COUNT, ["done"]], counted, room=41),
     Case("AgentInstance", [["3"], ["4"]], tried),
+    Case("Agent", [["3"], ["4"]], tried, package="openrlhf", file=str(SUPPORT / "openrlhf_agent.py")),
     Case("Text", [["3"], ["4"]], lambda turns, seed: Earned(0.5 * len(turns), {"n": len(turns)})),
     Case("Problem", [["#### 3"], ["#### 4"]], lambda turns, seed: Earned(turns[0] == "#### 3"), package="skyrl_gym"),
-    Case("VerlTool", [*CHECK, ["done"]], checked),
+    Case("VerlTool", [*CHECK, ["done"]], checked, room=52),
     Case("VerlInteraction", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns, {"asked": len(turns)})),
     Case("Pond", [["right"], ["down"], ["fly"]], crossed, package="gymnasium"),
-    Case("Guess", [[f"[{number}]"] for number in range(1, 21)], guessed, package="textarena"),
+    Case("Guess", [[f"[{number}]"] for number in range(1, 21)], guessed, package="textarena", room=150),
     Case("SwiftEnv", [["3"], ["4"]], lambda turns, seed: Earned(0.5 * len(turns), {"n": 2 * len(turns)})),
     Case("RllmEnv", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns)),
 ]
@@ -119,12 +128,13 @@ def trained(home, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_two_steps(case, tmp_path, seeds):
+def test_two_steps(case, tmp_path, seeds, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ORACLES)])
     pytest.importorskip(case.package)
     tool_models.save_chain(tmp_path / "model", case.turns)
     (tmp_path / "train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 2, encoding="utf-8")
-    done = trained(tmp_path, environment=f"{foreign.__file__}:{case.name}", reward=[case.reward], max_turns=TURNS,
-                   env_workers=1)  # yapf: disable
+    done = trained(tmp_path, environment=f"{case.file}:{case.name}", reward=[case.reward], max_turns=TURNS,
+                   env_workers=1, generate_max_len=case.room)  # yapf: disable
     assert len(done.lines) == 2
     for step, line in enumerate(done.lines):
         rows = done.rollout(step + 1)
@@ -137,9 +147,10 @@ def test_two_steps(case, tmp_path, seeds):
             sums.update(each.metrics)
         means = {f"env/{name}/mean": value / 8 for name, value in sums.items()}
         assert {name: line[name] for name in means} == pytest.approx(means)
-        assert not any(line[f"env/{cause}"] for cause in ("timeout", "exception", "worker_died", "no_room"))
+        assert not any(line[f"env/{cause}"] for cause in ("timeout", "exception", "worker_died"))
         assert line["reward/mean"] == pytest.approx(sum(each.reward for each in earned) / 8)
         assert {turn for turns in drawn for turn in turns} <= {"".join(turn) for turn in case.turns}
+    assert (sum(line["env/no_room"] for line in done.lines) > 0) == (case.room < 600)
     assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
 
 
@@ -156,6 +167,21 @@ def test_two_steps_on_reasoning_gym(tmp_path):
         assert [row["reward"] for row in rows] == pytest.approx(scores)
         assert line["reward/mean"] == pytest.approx(sum(scores) / 8)
     assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ORACLES / "trl").is_dir(), reason="TRL is missing: make oracles")
+def test_the_class_for_trl_is_one_that_trl_trains(tmp_path):
+    """It adds up the calls there too, also those whose result finds no room, and is asked for its reward then."""
+    tool_models.save_chain(tmp_path / "model", [*COUNT, ["done"]])
+    script = SUPPORT / "trl_environment.py"
+    done = subprocess.run([sys.executable, "-W", "ignore", script, tmp_path / "model", tmp_path / "run"], text=True,
+                          env=os.environ | {"PYTHONPATH": f"{ROOT}:{ORACLES}"}, capture_output=True)  # yapf: disable
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    steps, rewards = zip(*found["seen"])
+    assert [sum(each) for each in steps] == list(rewards) and max(map(len, steps)) > 2
+    assert found["logged"] == pytest.approx([sum(rewards[:8]) / 8, sum(rewards[8:]) / 8])
 
 
 def turns_of(row):

@@ -158,6 +158,9 @@ def test_turns(rig, temperature):
     turns.a_turn_without_room_is_dropped(rig.engine, requests())
     for i, j, _, done, whole in turns.cut_turns(rig.engine, requests()):
         assert turns.equal(done, whole), (i, j)
+    if not temperature:
+        turns.an_environment_in_workers_answers(rig.engine, rig.hf, rig.tokenizer, requests(),
+                                                lambda one, ids: rig.logprobs(one, ids, params))
     assert not rig.unfinished()
 
 
