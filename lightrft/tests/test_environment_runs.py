@@ -47,26 +47,36 @@ def trained(home, folder, rows, **more):
                                      "save_path": folder / "run"} | more  # yapf: disable
 
 
+def hung_in(folder, run):
+    """What tools have started that hang on both ranks of a run, whose workers have groups of their own."""
+    files = folder.glob
+    wait_until(lambda: all(each.read_text() for each in files("hung_*")) and len([*files("hung_*")]) == 2 or
+               not run.processes[0].is_alive(), LIMIT_S)  # yapf: disable
+    found = [int(each.read_text()) for each in files("hung_*")]
+    assert len(set(map(os.getpgid, workers(folder)))) == 2 == len(found), run.output
+    return found
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_faults_of_environments_on_two_ranks(home, tmp_path):
-    """Those of a tool cost its response. An error that one rank finds, and kill -9, end both ranks. No worker stays."""
+    """Those of a tool cost its response. An error that one rank finds, and kill -9 of one, end both ranks. No worker
+    stays, nor what a tool has started; nor after kill -9 of all ranks at once."""
     two = {"n_samples_per_prompt": 2, "train_batch_size": 12, "env_workers": 1}
     held_out = {"eval_data": home / "all.jsonl", "eval_steps": 2, "eval_temperature": 1.0}
     options = {"faults": trained(home, tmp_path / "faults", "all", save_trajectories=True, **held_out),
                "differs": trained(home, tmp_path / "differs", "differ", **two),
-               "killed": trained(home, tmp_path / "killed", "hang", env_timeout_s=600, env_workers=1)}  # yapf: disable
+               **{name: trained(home, tmp_path / name, "hang", env_timeout_s=600, env_workers=1)
+                  for name in ("killed", "whole")}}  # yapf: disable
     started = {name: launch(tmp_path / name, each, ranks=2) for name, each in options.items()}
 
-    killed = started["killed"]
-    hung = (tmp_path / "killed").glob
-    wait_until(lambda: all(each.read_text() for each in hung("hung_*")) and len([*hung("hung_*")]) == 2 or
-               not killed.processes[0].is_alive(), LIMIT_S)  # yapf: disable
-    started_by_tools = [int(each.read_text()) for each in hung("hung_*")]
-    assert len(set(map(os.getpgid, workers(tmp_path / "killed")))) == 2 == len(started_by_tools), killed.output
+    started_by_tools = [pid for name in ("killed", "whole") for pid in hung_in(tmp_path / name, started[name])]
+    killed, whole = started["killed"], started["whole"]
     killed.signal(signal.SIGKILL, rank=1)
     assert killed.wait(LIMIT_S) == [1, -signal.SIGKILL], killed.output
     assert "rank 1 died without a message" in killed.output, killed.output
+    whole.kill()
+    assert whole.wait(LIMIT_S) == [-signal.SIGKILL] * 2, whole.output
 
     differs = started["differs"]
     assert differs.wait(LIMIT_S) == [2, 2], differs.output

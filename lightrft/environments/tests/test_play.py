@@ -20,7 +20,7 @@ from lightrft.inference.prompts import identity
 from lightrft.rewards.manager import RewardManager
 from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import environments, runs, tool_models
-from lightrft.tests.support.environment_ranks import gradients, ready as trainer
+from lightrft.tests.support.environment_ranks import gradients, lived, ready as trainer
 from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.carried_groups import group_state, load_group
 from lightrft.trainer.overlapped_passes import PassThread
@@ -206,20 +206,13 @@ def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(pla
 
 
 def test_environments_live_on_across_steps_and_are_played_again_from_a_checkpoint(home, tmp_path):
-    """With --oversample. An answer has the seed of its environment and the number of turns that this has seen."""
+    """With --oversample."""
     trained, lines = [], []
     for name in ("straight", "resumed"):
         made = trainer(home, tmp_path / name, "Faulty", runs.build, oversample=2.0, max_steps=3, max_turns=4,
                        disable_ckpt=False, save_steps=1, load_checkpoint=name == "resumed")  # yapf: disable
-        complete, seen = made.maker.complete, []
-        made.maker.complete = lambda episodes, *rest: seen.extend(episodes) or complete(episodes, *rest)
-        made.fit()
-        trained.append(seen)
+        trained.append(lived(made))
         lines.append(runs.read_lines(tmp_path / name / "metrics.jsonl"))
-        for episode in seen:
-            answers = [message["content"].split() for message in episode.play.messages[1::2]]
-            hint = episode.prompt.messages[-1]["content"].split()
-            assert [words[-2:] for words in answers] == [[hint[1], str(n + 1)] for n in range(len(answers))]
         if name == "straight":
             shutil.copytree(tmp_path / name, tmp_path / "resumed")
             for step in ("2", "3"):

@@ -1,4 +1,5 @@
-"""Uneven turns: the gradient depends on neither the ranks nor the cut into micro-batches."""
+"""Uneven turns: the gradient depends on neither the ranks nor the cut into micro-batches. And environments of two
+ranks that live on across steps."""
 import json
 
 import pytest
@@ -18,8 +19,17 @@ def test_gradients_of_uneven_turns_on_one_and_two_ranks_under_three_cuts(tmp_pat
     (tmp_path / "two").mkdir()
     torchrun(environment_ranks.__name__, tmp_path, tmp_path / "two")
     two = torch.load(tmp_path / "two" / "found.pt", weights_only=False)
+    played_again_on_two_ranks(two.pop("lines"))
     turns = [one.pop("turns"), two.pop("turns")]
     assert len(turns[1]) == 2 and sorted(turns[0][0]) == sorted(sum(turns[1].values(), []))
     assert len({*turns[0][0]}) > 1, "even turns"
     whole = one.pop("whole")
     assert max(largest_gap(other, whole) for other in (*one.values(), *two.values())) < 5e-7
+
+
+def played_again_on_two_ranks(lines):
+    """The second step of a run, and of one that has resumed behind the first, as each rank sees them."""
+    for straight, resumed in lines:
+        assert resumed["env/replays"] == sum(each["replays"] for _, each in lines) > 0
+        assert (straight["env/replays"], straight["replays"]) == (0, 0)
+        assert straight["env/restarts"] == resumed["env/restarts"] == 0

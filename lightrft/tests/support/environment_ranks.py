@@ -1,6 +1,9 @@
-"""Gradients of uneven turns on any number of ranks; test_environment_ranks runs it in its process or by torchrun."""
+"""Environments on any number of ranks, in the process of a test or by torchrun: gradients of uneven turns, and
+environments that live on across steps."""
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from lightrft.tests.support.invariants import whole_copy
 from lightrft.trainer.batch_plan import MicroBatchLimits
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
+from lightrft.types import Episode
 
 CUTS = {"whole": (8, 10**6), "alone": (1, 10**6), "token budget": (0, 260)}  # samples and tokens of a micro-batch
 
@@ -49,11 +53,41 @@ def measure(home: Path, folder: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+def lived(made: SPMDPPOTrainer) -> list[Episode]:
+    """Train; the responses of all steps. Each answer of ``Faulty`` has the seed of its environment and the number of
+    turns that this has seen."""
+    complete, seen = made.maker.complete, list[Episode]()
+    made.maker.complete = lambda episodes, *rest: seen.extend(episodes) or complete(episodes, *rest)
+    made.fit()
+    for episode in seen:
+        answers = [message["content"].split() for message in episode.play.messages[1::2]]
+        hint = episode.prompt.messages[-1]["content"].split()
+        assert [words[-2:] for words in answers] == [[hint[1], str(n + 1)] for n in range(len(answers))]
+    return seen
+
+
+def resumed(home: Path, folder: Path) -> list[dict[str, Any]]:
+    """Train two steps with ``--oversample``, and the second one again from the checkpoint of the first; what the log
+    has of both second steps, with the turns that were played again for the responses of this rank."""
+    lines = []
+    for name in ("straight", "resumed"):
+        made = ready(home, folder / name, "Faulty", runs.build, oversample=2.0, max_steps=2, max_turns=4,
+                     disable_ckpt=False, save_steps=1, load_checkpoint=name == "resumed")  # yapf: disable
+        seen = lived(made)
+        if name == "straight" and made.strategy.is_main:
+            shutil.copytree(folder / name, folder / "resumed")
+            shutil.rmtree(folder / "resumed" / "checkpoints" / "step_000002")
+        made.strategy.barrier()
+        lines.append(runs.read_lines(folder / name / "metrics.jsonl")[-1]
+                     | {"replays": sum(episode.play.replays for episode in seen)})  # yapf: disable
+    return lines
+
+
 def main() -> None:
     """``HOME FOLDER``: measure on these ranks, and leave the result in FOLDER/found.pt."""
     home, folder = Path(sys.argv[1]), Path(sys.argv[2])
     strategy = runs.strategy_of(runs.config_of(home, folder))
-    found = measure(home, folder)
+    found = measure(home, folder) | {"lines": strategy.all_gather_object(resumed(home, folder))}
     if strategy.is_main:
         torch.save(found, folder / "found.pt")
     strategy.barrier()
