@@ -1,19 +1,21 @@
-"""Guess the number: a game with a state. Demonstrations try one number after another more often than not.
+"""Guess the number: a game with a state. Demonstrations try one number after another more often than they halve.
 
 The game shows what is left, ``1-15``; the policy guesses ``8``, reads ``9-15``, guesses again, and has four guesses.
 Only who halves what is left finds every number. No torch in this file, which worker processes import.
 """
 import random
+from types import SimpleNamespace
 from typing import Any
 
 from lightrft.environments import Step
 
-LAST = 7  # numbers begin with 1
-GUESSES = 3
+LAST = 15  # numbers begin with 1
+GUESSES = 4
 WORDS = [str(number) for number in range(10, LAST + 1)]
-LOWEST = 0.5  # share of demonstrations that try the lowest number each time; others guess at random
+HALVE = 0.3  # share of guesses of demonstrations that halve what is left; others try its lowest number
 DEMONSTRATIONS = 200 * 32
-OPTIONS = {"reward": ["environment"], "prompt_max_len": 32, "generate_max_len": 64, "max_turns": GUESSES}
+OPTIONS = {"reward": ["environment"], "prompt_max_len": 32, "generate_max_len": 64, "max_turns": GUESSES,
+           "lr_scheduler": "constant", "max_steps": 60, "eval_steps": 10}  # yapf: disable
 ASKED = {"role": "user", "content": "guess"}
 
 
@@ -55,13 +57,12 @@ def demonstration_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 def demonstration(rng: random.Random) -> list[dict[str, str]]:
     """Play a game to its end, or until all guesses are used."""
-    game, lowest = Game(), rng.random() < LOWEST
+    game = Game()
     messages = [ASKED, {"role": "user", "content": game.reset(None, rng.randrange(1 << 30))}]
     for _ in range(GUESSES):
-        guess = game.low if lowest else rng.randint(game.low, game.high)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == game.number:
+        guess = (game.low + game.high) // 2 if rng.random() < HALVE else game.low
+        step = game.step(SimpleNamespace(text=str(guess)))
+        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": str(step.messages)}]
+        if step.done:
             break
-        game.low, game.high = (guess + 1, game.high) if guess < game.number else (game.low, guess - 1)
-        messages.append({"role": "user", "content": game.left()})
-    return messages[:-1] if messages[-1]["role"] == "user" else messages
+    return messages[:-1]
