@@ -292,12 +292,11 @@ class Scheduler:
         for run in dict.fromkeys(self.flights[key].run for key in stopped):
             keys = [key for key in stopped if self.flights[key].run is run and self.flights[key].local]
             if keys and run.next_turn is not None:
-                turns = run.next_turn([self.flights[key].episode for key in keys])
-                self._wait_for(keys, turns)
+                self._wait_for(keys, run.next_turn([self.flights[key].episode for key in keys]))
         if not self.waiting:
             return {}
-        came = [key for key, turn in self.waiting.items() if self.flights[key].local and _is_there(turn)]
-        self._wait_for(came, [_result(self.waiting[key]) for key in came])
+        came = {key: turn for key, turn in self.waiting.items() if self.flights[key].local and _is_there(turn)}
+        self._wait_for([*came], [turn.result() if isinstance(turn, PendingTurn) else turn for turn in came.values()])
         local_turns = {key: turn for key in came if not isinstance(turn := self.waiting[key], PendingTurn)}
         ready = share_turns(local_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
@@ -392,10 +391,6 @@ def _check(flight: Flight, newest: int) -> None:
 
 def _is_there(turn: Turn | PendingTurn) -> bool:
     return not isinstance(turn, PendingTurn) or turn.done()
-
-
-def _result(turn: Turn | PendingTurn) -> Turn | PendingTurn:
-    return turn.result() if isinstance(turn, PendingTurn) else turn
 
 
 def result_of(turn: Turn | PendingTurn) -> Turn:
