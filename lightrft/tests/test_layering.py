@@ -80,6 +80,16 @@ def test_imports_point_down(part):
     assert found <= EXCEPTIONS, sorted(found)
 
 
+def test_no_module_imports_a_test():
+    """The wheel has none."""
+
+    def tests(names):
+        return [name for name in names if name.startswith("lightrft.") and "tests" in name.split(".")]
+
+    assert not tests(name for path in FILES for name in imports_of(path))
+    assert tests(read_text("def f():\n    from lightrft.ops import tests").imports) == ["lightrft.ops.tests"]
+
+
 def test_the_check_sees_siblings_and_lazy_imports():
     names = read_text("def f():\n    from lightrft import models\n    import lightrft.utils.env").imports
     assert upward("strategy", names) == ["lightrft.models"] and not upward("trainer", names)
