@@ -78,7 +78,8 @@ chain-agents: $(DEV)
 chain-whole: $(DEV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m whole --durations 5 \
 	  lightrft/tests/test_quickstart_vl.py lightrft/tests/test_quickstart_hybrid.py lightrft/tests/test_examples.py \
-	  lightrft/tests/test_openrlhf_loops.py lightrft/tests/test_word_for_word.py lightrft/rollout/tests/test_vllm_ranks.py
+	  lightrft/tests/test_openrlhf_loops.py lightrft/tests/test_word_for_word.py lightrft/rollout/tests/test_vllm_ranks.py \
+	  lightrft/rollout/tests/test_vllm_families.py
 
 # The newest transformers, in a folder of its own before the rest, and the suite without engines, which hold it back.
 # Releases of torch without a build for CPUs cannot be tried here.

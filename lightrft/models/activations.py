@@ -8,6 +8,7 @@ The sums count what every such layer keeps, and norms of queries and keys. A fam
 takes more, so a plan that does not fit by these sums does not fit. What a layer with state keeps is not a sum of few
 terms, so its own code says it (:mod:`lightrft.models.state_sizes`).
 """
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _HEAD_NORMS = ("qwen3", "gemma3")  # families whose heads of queries and keys have a norm
 _GATED = ("qwen3_5", "qwen3_next")  # families whose queries come with a gate of the output of attention
 _WIDE_NORMS = (*_GATED, "gemma")  # families whose norms multiply by their weight in float32
+_NO_GATE = ("relu2", "gelu_new", "gelu_fast")  # activations of MLPs that have no gate
+INNER = ("intermediate_size", "moe_intermediate_size", "encoder_ffn_dim")  # config's names of widths inside an MLP
 
 
 class LayerKind(NamedTuple):
@@ -28,6 +31,15 @@ class LayerKind(NamedTuple):
     attends: bool = True
     state: bool = False
     mlp: bool = True
+    dense: bool = False  # its MLP is no mixture, and those of other layers are
+
+
+class Mixture(NamedTuple):
+    """Experts of an MLP: how many a token takes, the width of those that all tokens take, and that of layers without.
+    """
+    taken: int
+    shared: int = 0
+    dense: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,9 @@ class ModelShape:
     head_norms: bool = False  # queries and keys have a norm
     gated: bool = False  # the output of attention has a gate
     wide_norms: bool = False  # norms multiply by their weight in float32
+    mlp_gate: bool = True  # MLPs have a gate
+    mixture: Mixture | None = None  # of the MLPs
+    ends_alike: bool = False  # selective recomputation takes the product after attention for the last of an MLP
     kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all attend and have an MLP
     state_layers: "StateLayers | None" = None
 
@@ -59,12 +74,16 @@ class ModelShape:
         if not (hidden and heads and mlp and layers):
             return None
         head = values.get("head_dim") or hidden // heads
-        return cls(layers, hidden, mlp, heads * head, (values.get("num_key_value_heads") or heads) * head, heads,
-                   TowerShape.all_of(config) if text is not config else (),
-                   values.get("vocab_size") or 0,
-                   sum(kind.endswith("_attention") and kind not in _WHOLE for kind in kinds),
-                   family.startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")), family.startswith(_GATED),
-                   family.startswith(_WIDE_NORMS), *_kinds_of(config, kinds))
+        mixture = _mixture(values, kinds, mlp)
+        return cls(
+            layers, hidden, mlp, heads * head, (values.get("num_key_value_heads") or heads) * head, heads,
+            TowerShape.all_of(config) if text is not config else (),
+            values.get("vocab_size") or 0, sum(kind.endswith("_attention") and kind not in _WHOLE for kind in kinds),
+            family.startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")), family.startswith(_GATED),
+            family.startswith(_WIDE_NORMS),
+            _activation(values) not in _NO_GATE, mixture, heads * head in {values.get(name) for name in INNER},
+            *_kinds_of(config, kinds or ["full_attention"] * layers,
+                       _mixes(values, kinds, layers) if mixture else [True] * layers))
 
     @property
     def attending(self) -> int:
@@ -76,14 +95,18 @@ class ModelShape:
         """The kinds of all layers."""
         return self.kinds or (LayerKind(self.layers), )
 
+    def width(self, kind: LayerKind) -> int:
+        """Return the width of the MLP of a layer; 0 for none."""
+        return (self.mixture.dense if kind.dense and self.mixture else self.mlp) * kind.mlp
+
     @property
     def attention(self) -> float:
         """Cost of causal attention: a pass over n tokens multiplies as one over ``n + attention * n**2`` tokens that
         attend to nothing. Layers with a window do not count."""
         projections = self.hidden * ((2 + self.gated) * self.queries + 2 * self.keys)
-        mlps = sum(kind.layers * kind.mlp for kind in self.all_kinds)
+        mlps = sum(kind.layers * self.width(kind) for kind in self.all_kinds)
         states = self.state_layers.costs().multiplications if self.state_layers else 0
-        others = self.hidden * (3 * mlps * self.mlp + self.vocabulary) + states
+        others = self.hidden * ((2 + self.mlp_gate) * mlps + self.vocabulary) + states
         return (self.attending - self.windows) * self.queries / (self.attending * projections + others)
 
     def kv_bytes(self, itemsize: int) -> int:
@@ -103,27 +126,72 @@ class ModelShape:
 _WHOLE = ("full_attention", "linear_attention")  # kinds of layers that see no window
 
 
+def _activation(values: dict[str, Any]) -> str:
+    """Return the name of the activation of an MLP."""
+    return str(values.get("mlp_hidden_act") or values.get("hidden_act") or "")
+
+
+def _shared_width(values: dict[str, Any]) -> int:
+    """Return the width of the experts that all tokens take."""
+    return int(values.get("shared_expert_intermediate_size") or values.get("shared_intermediate_size") or 0)
+
+
 def _mlp_width(values: dict[str, Any], kinds: Sequence[str]) -> int:
     """Return the width of the MLP of a layer, of the experts of a token together; 0 for none."""
-    width, experts = values.get("intermediate_size") or 0, values.get("num_experts_per_tok") or 1
-    if "mlp" in kinds or values.get("num_local_experts") == 0:  # the config has widths of experts, the model has none
-        return int(values.get("shared_intermediate_size") or width)
-    shared = values.get("shared_expert_intermediate_size") or values.get("shared_intermediate_size") or 0
-    return int((values.get("moe_intermediate_size") or width) * experts + shared)
+    width = int(values.get("intermediate_size") or 0)
+    if not _experts(values, kinds):  # the config may have widths of experts, the model has none
+        return width if "mlp" in kinds else _shared_width(values) or width
+    taken = int(values.get("num_experts_per_tok") or 1)
+    return int(values.get("moe_intermediate_size") or width) * taken + _shared_width(values)
 
 
-def _kinds_of(config: "PretrainedConfig", names: Sequence[str]) -> "tuple[tuple[LayerKind, ...], StateLayers | None]":
-    """Return the kinds of the layers ``names``, and the layers with state; nothing if all attend."""
+def _experts(values: dict[str, Any], kinds: Sequence[str]) -> bool:
+    """Return True if MLPs have experts to choose from."""
+    counts = [
+        values[name] for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        if values.get(name) is not None
+    ]
+    chosen = values.get("num_experts_per_tok") and max(counts, default=2) > 1
+    return bool(chosen) and any(_mixes(values, kinds, values.get("num_hidden_layers") or len(kinds)))
+
+
+def _mixture(values: dict[str, Any], kinds: Sequence[str], mlp: int) -> Mixture | None:
+    """Return the experts, if there are any."""
+    if not _experts(values, kinds):
+        return None
+    return Mixture(values["num_experts_per_tok"], _shared_width(values), values.get("intermediate_size") or mlp)
+
+
+def _mixes(values: dict[str, Any], kinds: Sequence[str], layers: int) -> list[bool]:
+    """Return for each layer whether a mixture takes the place of its MLP, by the names that configs have for it."""
+    if {"mlp", "moe"} & {*kinds}:
+        return [kind == "moe" for kind in kinds]
+    if names := values.get("mlp_layer_types"):
+        return [name != "dense" for name in names]
+    period, offset = values.get("expert_layer_period") or 1, values.get("expert_layer_offset") or 0
+    step, alone = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or ()
+    first = values.get("first_k_dense_replace") or 0
+    return [i >= first and i % period == offset % period and (i + 1) % step == 0 and i not in alone
+            for i in range(layers)]  # yapf: disable
+
+
+def _kinds_of(config: "PretrainedConfig", names: Sequence[str],
+              mixes: Sequence[bool]) -> "tuple[tuple[LayerKind, ...], StateLayers | None]":
+    """Return the kinds of the layers ``names``, and the layers with state; nothing if all attend and are alike.
+    ``mixes``: whether their MLPs are mixtures, where some are."""
     attend = {name for name in names if name in ("attention", "hybrid") or name.endswith("_attention")}
     attend -= {"linear_attention"}
-    if attend >= {*names} - {"hybrid"} and "hybrid" not in names:
+    states = not attend >= {*names} - {"hybrid"} or "hybrid" in names
+    if not states and all(mixes):
         return (), None
     from lightrft.models.state_sizes import StateLayers  # it loads torch
     from lightrft.models.stateful import MIXES_NOTHING
     apart = {*names} & MIXES_NOTHING  # then an MLP is a layer of its own
-    kinds = (LayerKind(list(names).count(name), name in attend, name not in attend | apart or name == "hybrid",
-                       name in apart if apart else True) for name in dict.fromkeys(names))  # yapf: disable
-    return tuple(kinds), StateLayers.of(config)
+    counts, hybrids = Counter(zip(names, mixes)), "hybrid" in names  # which alone have an MLP
+    kinds = (LayerKind(count, name in attend, name not in attend | apart or name == "hybrid",
+                       name in apart if apart else name == "hybrid" or not hybrids, not mixed)
+             for (name, mixed), count in counts.items())  # yapf: disable
+    return tuple(kinds), StateLayers.of(config) if states else None
 
 
 @dataclass(frozen=True)
@@ -221,9 +289,22 @@ class Activations:
         attention: float = w * ((2 + 2 * s.gated) * s.queries + 2 *
                                 (s.queries if self.repeated else s.keys)) + 4 * s.heads
         attention += self._norm(s.queries + s.keys) * s.head_norms
-        mlp = w * s.mlp * (3 if self.fused else 4)  # gate, its activation, up, their product
         norms = (self._norm(s.hidden) + w * s.hidden) * ((kind.attends or kind.state) + kind.mlp)
-        return self.tokens * (norms + attention * kind.attends + self._of_state(kind).kept + mlp * kind.mlp)
+        return self.tokens * (norms + attention * kind.attends + self._of_state(kind).kept + self._mlp(kind))
+
+    def _mlp(self, kind: LayerKind) -> float:
+        """Kept per token by the MLP of a layer: gate, its activation, up, their product. Experts keep what they read
+        and return too, and experts that are not trained neither that nor the product."""
+        s, mixture = self.shape, None if kind.dense else self.shape.mixture
+        alone, routed = s.width(kind), 0
+        tensors = 4 - self.fused if s.mlp_gate else 2
+        if mixture and kind.mlp:
+            alone, routed = mixture.shared, s.mlp - mixture.shared
+        kept = tensors * alone + (tensors - self.frozen) * routed
+        if routed and mixture:
+            unread = self.frozen and not mixture.shared  # the norm before them, whose result no weight needs
+            kept += s.hidden * (mixture.taken * (2 - self.frozen) - unread)
+        return self.width * kept
 
     def _of_state(self, kind: LayerKind) -> "_OfState":
         """Kept per token by the layer with state of a layer, if it has one."""
@@ -242,7 +323,9 @@ class Activations:
     def kept(self) -> float:
         """Kept from the forward to the backward pass: by the layers, by the last norm and by the head's input."""
         s, w = self.shape, self.width
-        end = self.tokens * (self._norm(s.hidden) + w * s.hidden)
+        # the first norm reads embeddings, which are not trained; where all attend, adapters keep as much, uncounted
+        begins = self.frozen and not self.recompute and s.state_layers is not None
+        end = self.tokens * (self._norm(s.hidden) * (1 - begins) + w * s.hidden)
         again = self.tokens * w * s.hidden
         per_layer = {kind: again + self._results(kind) if self.recompute else self._layer(kind) for kind in s.all_kinds}
         return end + sum(kind.layers * kept for kind, kept in per_layer.items())
@@ -250,8 +333,8 @@ class Activations:
     def _results(self, kind: LayerKind) -> float:
         """Kept of the results of a layer that is computed again: of attention and its products, gate and up."""
         s, w = self.shape, self.width
-        attention = w * ((2 + s.gated) * s.queries + 2 * s.keys + s.hidden) + 4 * s.heads
-        kept = attention * kind.attends + self._of_state(kind).results + 2 * w * s.mlp * kind.mlp
+        attention = w * ((2 + s.gated) * s.queries + 2 * s.keys + s.hidden * (not s.ends_alike)) + 4 * s.heads
+        kept = attention * kind.attends + self._of_state(kind).results + (1 + s.mlp_gate) * w * s.width(kind)
         return self.tokens * kept * (self.recompute == "selective")
 
     @property

@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightrft.config.shared_schema import PolicyModelConfig
+from lightrft.models.activations import INNER
 from lightrft.models.attention_kernels import repeats_heads
 
 # Operators that multiply by a weight -> index of their left factor [..., n]
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
-_INNER = ("intermediate_size", "moe_intermediate_size", "encoder_ffn_dim")
 
 
 def recompute(hf: Any, cfg: PolicyModelConfig) -> None:
@@ -36,7 +36,7 @@ def recompute(hf: Any, cfg: PolicyModelConfig) -> None:
 def _widths(layer: nn.Module) -> set[int]:
     """Return the widths inside the MLP of a layer, which its attention knows."""
     configs = [vars(module.config) for module in layer.modules() if hasattr(module, "config")]
-    return {config[name] for config in configs for name in _INNER if isinstance(config.get(name), int)}
+    return {config[name] for config in configs for name in INNER if isinstance(config.get(name), int)}
 
 
 def _is_kept(inner: set[int], op: Any, args: tuple[Any, ...]) -> bool:

@@ -10,6 +10,7 @@ from torch import nn, Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PretrainedConfig
 
+from lightrft.models.activations import INNER
 from lightrft.models.state_rows import Layer, LayerState
 from lightrft.models.stateful import adapt, LAYERS, stateful
 
@@ -22,7 +23,7 @@ class StateCosts:
         layers: their number.
         states: bytes of the states of one sequence.
         kept: bytes per token that a forward pass keeps for the backward pass, without the input of the layers.
-        results: bytes per token of the results of their linear layers.
+        results: bytes per token of the results of their linear layers that selective recomputation keeps.
         multiplications: per token.
     """
     layers: int
@@ -70,23 +71,33 @@ def _costs(model_type: str, values: str, width: int, frozen: bool) -> StateCosts
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     adapt(model)
-    for weight in model.parameters():
-        weight.requires_grad_(not frozen or weight.ndim == 2)
     layers = stateful(model)
+    unadapted = {module for layer in layers for name, module in layer.named_children() if name == _unadapted(layer)}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            weight.requires_grad_(not frozen or weight.ndim == 2 and module not in unadapted)
     kinds = [[layer for layer in layers if type(layer) is family] for family in {type(layer) for layer in layers}]
-    costs = [(len(kind), _of_layer(kind[0], config.hidden_size, dtype)) for kind in kinds]
+    inner = {vars(config)[name] for name in INNER if name in vars(config)}
+    costs = [(len(kind), _of_layer(kind[0], config.hidden_size, dtype, inner, frozen)) for kind in kinds]
     return StateCosts(len(layers), sum(count * cost.states for count, cost in costs),
                       sum(count * cost.kept for count, cost in costs),
                       sum(count * cost.results for count, cost in costs),
                       sum(count * cost.multiplications for count, cost in costs))
 
 
-def _of_layer(layer: nn.Module, hidden_size: int, dtype: torch.dtype) -> StateCosts:
-    chunk = LAYERS[type(layer).__name__].chunk
+def _unadapted(layer: nn.Module) -> str:
+    """Return the name of the linear layer of ``layer`` that cannot have an adapter, if any."""
+    return (LAYERS[type(layer).__name__].unadapted or ("", ))[0]
+
+
+def _of_layer(layer: nn.Module, hidden_size: int, dtype: torch.dtype, inner: set[int], frozen: bool) -> StateCosts:
+    known = LAYERS[type(layer).__name__]
+    chunk, again = known.chunk, known.strided if frozen else ()
     (_, kept, multiplied), (states, kept_of_two, multiplied_by_two) = (_measured(
         layer, torch.empty(1, tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True))
                                                                        for tokens in (chunk, 2 * chunk))
-    widths = sum(module.out_features for module in layer.modules() if isinstance(module, nn.Linear))
+    widths = sum(module.out_features for name, module in layer.named_modules()
+                 if isinstance(module, nn.Linear) and module.in_features not in inner and name not in again)
     return StateCosts(1, states, (kept_of_two - kept) / chunk, widths * dtype.itemsize,
                       (multiplied_by_two - multiplied) / chunk)
 

@@ -39,6 +39,8 @@ class StatefulLayer:
         unadapted: its linear layer that cannot have an adapter, and why.
         chunk: a multiple of the tokens that its code takes at once.
         exact: its parts between which it computes in float32, because its decays are float32.
+        strided: linear layers that read a transposed tensor. torch multiplies it by weights that are not trained as a
+            batch of matrices, which selective recomputation does not keep.
     """
     continues: bool = True
     outputs: int = 1
@@ -46,12 +48,14 @@ class StatefulLayer:
     unadapted: tuple[str, str] | None = None
     chunk: int = 256
     exact: tuple[str, str] | None = None
+    strided: tuple[str, ...] = ()
 
 
 _DELTA = _STATE_SPACE = _CONVOLUTION = StatefulLayer()
 _FUSED = StatefulLayer(unadapted=("out_proj", "peft refuses it, for kernels that read its weight"))
 _SCAN = StatefulLayer(continues=False, chunk=8,  # Mamba 1: its scan begins with zeros, and goes on token by token
-                      unadapted=("dt_proj", "its layer reads its weight past adapters"))  # yapf: disable
+                      unadapted=("dt_proj", "its layer reads its weight past adapters"),
+                      strided=("x_proj", "dt_proj", "out_proj"))  # yapf: disable
 _LIGHTNING = StatefulLayer(continues=False, unread=1, exact=("act_fn", "norm"))  # goes on token by token
 LAYERS: dict[str, StatefulLayer] = {
     "Qwen3NextGatedDeltaNet": _DELTA,

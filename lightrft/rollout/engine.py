@@ -1,5 +1,5 @@
 """Interface of every rollout engine."""
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, runtime_checkable
@@ -187,6 +187,16 @@ class ShowsMedia(Protocol):
 
     def media_tensors(self, prompt: Prompt) -> dict[str, list[Tensor]]:
         """Return the tensors of each medium of a prompt, by the processor's names."""
+
+
+@runtime_checkable
+class ChangesWeights(Protocol):
+    """An engine that stores functions of some weights, element by element, in their place.
+
+    Attributes:
+        stored_forms: the functions, by name of the weight.
+    """
+    stored_forms: Mapping[str, Callable[[Tensor], Tensor]]
 
 
 @runtime_checkable

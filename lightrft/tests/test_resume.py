@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightrft.tests.support import tiny
 from lightrft.tests.support.launch import PYTHON, ROOT, Launched, finish, flags, launch, no_orphans
 from lightrft.tests.support.tiny_task import OPTIONS, write_home
 from lightrft.tests.support.warm import warm_environ, warm_python
@@ -236,10 +237,13 @@ def test_without_asking_a_new_run_moves_the_old_metrics_aside(home: Path, straig
     assert (folder / "run" / "metrics.1.jsonl").read_bytes() == (straight[1] / "run" / "metrics.jsonl").read_bytes()
 
 
-def test_torchrun_killed_and_continued(home: Path, straight: dict[int, Path]) -> None:
-    """The same with the real launcher: its agent dies with its ranks, and the next one continues."""
-    folder = home / "torchrun"
-    words = flags(options_of(home, folder, load_checkpoint=True))
+def test_torchrun_killed_and_continued(home: Path) -> None:
+    """A policy and a critic with state, by the real launcher: its agent dies with its ranks, the next one continues."""
+    models = {name: tiny.save_model(home / name, name, initializer_range=0.1) for name in ("qwen3_5", "bamba")}
+    more = {"pretrain": models["qwen3_5"], "critic_pretrain": models["bamba"], "max_steps": 4}
+    folder, straight = home / "torchrun", home / "straight_states"
+    finish(straight, options_of(home, straight, **more), ranks=2)
+    words = flags(options_of(home, folder, load_checkpoint=True, **more))
     command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PYTHON[1:]]
     folder.mkdir()
     first = subprocess.Popen([*command, *words], cwd=ROOT, env=os.environ | warm_environ(), start_new_session=True,
@@ -251,5 +255,5 @@ def test_torchrun_killed_and_continued(home: Path, straight: dict[int, Path]) ->
     first.wait()
     done = subprocess.run([*command, *words], cwd=ROOT, env=os.environ | warm_environ(), capture_output=True, text=True,
                           timeout=120)  # yapf: disable
-    assert done.returncode == 0, done.stderr
-    assert_bitwise(folder, straight[2])
+    assert done.returncode == 0 and "resumed from" in done.stdout + done.stderr, done.stderr
+    assert_bitwise(folder, straight)

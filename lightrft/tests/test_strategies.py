@@ -48,6 +48,7 @@ def numbers(line):
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 @pytest.mark.parametrize("kind", list(strategy_ranks.KINDS))
 def test_zero_learns_what_fsdp_learns(kind, name, lines):
+    """Of models whose layers have state, the ranks of one compute one sequence at a time, and of another all eight."""
     ours, theirs = lines[f"{kind} {name}"], lines[f"{kind} fsdp"]
     assert len(ours) == len(theirs) == 2
     for one, other in zip(ours, theirs):

@@ -15,9 +15,10 @@ from lightrft.rollout.hf.states import StateStore
 from lightrft.rollout.tests.test_hf_engine import prompts, requests, same as alike, STOPS
 from lightrft.rollout.tests.test_partial import follows, rest
 from lightrft.rollout.vllm.launch import engine_arguments
+from lightrft.rollout.vllm.states import REFUSED
 from lightrft.tests.support import naive_decode, tiny
 from lightrft.tests.support.episodes import generate, Group, keyed
-from lightrft.tests.support.hybrids import REFUSED_BY_ENGINE
+from lightrft.tests.support.hybrids import REFUSED_BY_ENGINE, STORED
 from lightrft.tests.support.stepping import ANSWER, collect, rounds_keep_to_the_protocol, same
 from lightrft.tests.support.turns import PARAMS, turns_are_those_by_hand, turns_have_the_scores
 from lightrft.types import Key
@@ -137,6 +138,13 @@ def test_engines_that_cannot_run_them_are_refused_by_name():
         check_states(RolloutConfig(engine_type="sglang"), config)
     with pytest.raises(UserError, match="in bfloat16 alone: add --bf16"):
         engine_arguments(RolloutConfig(engine_type="vllm"), config, cpu, False, World(), 9)
+    for family in sorted(tiny.STATEFUL.keys() - STORED):
+        with pytest.raises(UserError,
+                           match=f"vllm: model type '{family}' has .*{REFUSED.get(family, 'never compared')}"):
+            engine_arguments(RolloutConfig(engine_type="vllm"), tiny.config(family), cpu, True, World(), 9)
+    mixture = tiny.config("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UserError, match="'granitemoehybrid' .* never compared"):
+        engine_arguments(RolloutConfig(engine_type="vllm"), mixture, cpu, True, World(), 9)
     shared = tiny.model("zamba2", layers_block_type=["mamba", "hybrid", "hybrid"], num_hidden_layers=3)
     shared.set_attn_implementation("packed")
     ActorModality().adapt(shared)

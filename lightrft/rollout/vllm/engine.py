@@ -25,6 +25,7 @@ from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.rollout.vllm.parts import VLLMParts
+from lightrft.rollout.vllm.states import stored_forms
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Episode, MediaSource, Prompt
 from lightrft.utils.errors import UserError
@@ -112,7 +113,7 @@ class VLLMEngine(PartwiseEngine):
         if adapters and self._derived:
             raise UserError(f"vLLM keeps the weights of {type(self._derived[0]).__name__} in a layout that was "
                             "never tested with adapters: use --lora_sync merged")  # yapf: disable
-        self.weight_map = self._map_weights()
+        self.weight_map, self.stored_forms = self._map_weights(), stored_forms(self.model, weights.shapes)
 
     @property
     def model(self) -> nn.Module:

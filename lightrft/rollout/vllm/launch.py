@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from lightrft.config.engines import ENGINES, host_cache, native_arguments
 from lightrft.config.schema import RolloutConfig
 from lightrft.rollout.engines import has_states, sequences_at_once
+from lightrft.rollout.vllm.states import state_arguments
 from lightrft.utils.env import World, rng_state, set_rng_state, total_memory
 from lightrft.utils.errors import UserError, did_you_mean
 
@@ -71,7 +72,7 @@ def engine_arguments(cfg: RolloutConfig, config: PretrainedConfig, device: torch
     if config.get_text_config() is not config:
         arguments |= _media_arguments(media or {})
     if has_states(config):
-        arguments |= _state_arguments(cuda or bf16)
+        arguments |= state_arguments(config, cuda, bf16)
     memory = total_memory(device) if cuda else 0
     return _at_once(arguments | native_arguments(cfg.engine_args), cfg,
                     sequences_at_once(cfg, world.world_size, memory))
@@ -82,20 +83,6 @@ def _media_arguments(most: dict[str, int]) -> dict[str, Any]:
     limits: dict[str, Any] = {"limit_mm_per_prompt": {kind: most.get(kind, 0) for kind in ("image", "video", "audio")},
                               "mm_processor_cache_gb": 1.0}  # yapf: disable  (what --media_cache_mib is by default)
     return limits if find_spec("blake3") else limits | {"mm_hasher_algorithm": "sha256"}
-
-
-def _state_arguments(computes: bool) -> dict[str, Any]:
-    """Arguments of models that have layers with state; ``computes``: vLLM can compute them on this device.
-
-    States of prefixes are stored between the chunks of prompts, which are never cut here.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if not computes:
-        raise UserError("vLLM computes layers with state on a CPU in bfloat16 alone: add --bf16, or use --engine_type "
-                        "hf")
-    return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}  # as transformers stores them
 
 
 def _at_once(arguments: dict[str, Any], cfg: RolloutConfig, sequences: int) -> dict[str, Any]:
@@ -177,13 +164,14 @@ def keep_weights_unpacked() -> None:
 
 @lru_cache(maxsize=None)
 def _keep_convolutions_unpacked() -> None:
-    """CPUs with AVX-512 for bfloat16 would hold those of layers with state in another order, which no update knows."""
+    """CPUs with AVX-512 for bfloat16 would hold those of layers with state in another order, which no update knows, and
+    in another tensor than the one that layers of Mamba 2 look at."""
     from vllm import _custom_ops
 
     def unpacked(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda **given: kernel(**given | {"is_weight_packed": False})
+        return lambda **given: kernel(**given | {"weight": given["weight"].flatten(1), "is_weight_packed": False})
 
-    _custom_ops.causal_conv1d_weight_pack = lambda weight: weight
+    del _custom_ops.causal_conv1d_weight_pack  # vLLM packs nothing where it is missing
     for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
         setattr(_custom_ops, name, unpacked(getattr(_custom_ops, name)))
 

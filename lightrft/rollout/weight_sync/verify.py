@@ -16,7 +16,7 @@ from torch import Tensor
 from lightrft.config.schema import RolloutConfig
 from lightrft.ops.fingerprint import fingerprints, Piece
 from lightrft.ops.rounding import Arithmetic
-from lightrft.rollout.engine import KeepsWeights, RolloutEngine, SamplingParams
+from lightrft.rollout.engine import ChangesWeights, KeepsWeights, RolloutEngine, SamplingParams
 from lightrft.rollout.scheduler import generate
 from lightrft.strategy.base import Prepared, StrategyBase
 from lightrft.strategy.mixed_precision import compute_weights
@@ -48,6 +48,7 @@ class Fingerprints:
     def __init__(self, strategy: StrategyBase, prepared: Prepared, engine: RolloutEngine, timer: Timer) -> None:
         self.strategy, self.prepared, self.engine, self.timer = strategy, prepared, engine, timer
         self.shared, self.dtypes = bool(engine.shared_storage()), engine.weight_dtypes()
+        self.forms = engine.stored_forms if isinstance(engine, ChangesWeights) else {}
         apart = isinstance(engine, KeepsWeights) and engine.apart
         self.merges = prepared.model.merges and not self.shared and not apart
         self.trainer: dict[str, int] = {}  # of the last sync
@@ -62,10 +63,14 @@ class Fingerprints:
     def _watched(self, stream: Named) -> Named:
         for name, tensor in stream:
             with self.timer("sync_proof"):
-                own = tensor if self.strategy.is_main else tensor[:0]
+                own = self._stored(name, tensor if self.strategy.is_main else tensor[:0])
                 self._seen[name] = fingerprints([Piece(own, self.dtypes.get(name), tensor.shape)])[0]
             yield name, tensor
         self._ended = True
+
+    def _stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the weight, or a part of it, as the engine stores it."""
+        return self.forms[name](tensor) if name in self.forms else tensor
 
     def _readable(self, names: Iterable[str]) -> list[str]:
         """Return the ``names`` that can be compared; log once how many cannot."""
@@ -87,7 +92,7 @@ class Fingerprints:
 
     def _of_parts(self, parts: list[ParamSlice], names: list[str]) -> Tensor:
         """Fingerprints of ``parts``, int64 [parts], each in the dtype in which the engine holds it."""
-        pieces = [(index, piece._replace(dtype=self.dtypes[name]))
+        pieces = [(index, piece._replace(tensor=self._stored(name, piece.tensor), dtype=self.dtypes[name]))
                   for index, (part, name) in enumerate(zip(parts, names)) for piece in part.pieces]  # yapf: disable
         if not pieces:
             return torch.zeros(len(parts), dtype=torch.int64)

@@ -2,13 +2,15 @@
 from typing import Any
 
 from lightrft.models.stateful import continues
+from lightrft.rollout.vllm.states import REFUSED
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import EVERY
 from lightrft.tests.support.strategy_ranks import KINDS, RESUMED
 
-FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]  # packed and exported
+FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]  # packed, exported and resumed
 REFUSED_BY_ENGINE = {"kimi_linear"}  # whose keys and values differ in shape
 DECODED = [family for family in FAMILIES if family not in REFUSED_BY_ENGINE]
+STORED = ("falcon_h1", "granitemoehybrid", "nemotron_h")  # of Mamba 2: into vLLM too
 SYNCED = {"qwen3_5": 9, "qwen3_5_moe": 9, "qwen3_next": 7}  # into vLLM; number of weights of a layer with state
 COLUMNS = ("model type", "packed", "shared prompt", "hf engine", "sync to vLLM", "export", "resume", "two strategies")
 RIGHT, UNTRIED = "right", "not tried"
@@ -20,13 +22,18 @@ def trained(options: dict[str, Any]) -> set[str]:
     return {*models} & {*FAMILIES}
 
 
+def in_vllm(family: str) -> str:
+    """What vLLM does with a family."""
+    if family in STORED:
+        return f"{RIGHT}, in float32"
+    return f"{RIGHT}, in bfloat16" if family in SYNCED else f"refused: {REFUSED.get(family, 'never compared')}"
+
+
 def row_of(family: str) -> tuple[str, ...]:
     """The row of a family."""
-    resumed = trained(KINDS[RESUMED])
-    spread = resumed.union(*(trained(options) for _, options in EVERY.values()))
+    spread = trained(KINDS[RESUMED]).union(*(trained(options) for _, options in EVERY.values()))
     return (f"`{family}`", RIGHT, RIGHT if continues(tiny.model(family)) else "computed again",
-            RIGHT if family in DECODED else "refused: shapes of keys and values differ",
-            RIGHT if family in SYNCED else UNTRIED, RIGHT, RIGHT if family in resumed else UNTRIED,
+            RIGHT if family in DECODED else "refused: shapes of keys and values differ", in_vllm(family), RIGHT, RIGHT,
             RIGHT if family in spread else UNTRIED)  # yapf: disable
 
 

@@ -136,12 +136,19 @@ EVERY = {
     "rm": ("pairs", {"pretrain": "{home}/jamba"}),
     "sft of lengths": ("lengths", {"pretrain": "{home}/longrope", "max_len": 200}),
     "sft of states": ("judged", {"pretrain": "{home}/nemotron_h"}),
+    "sft of kimi": ("judged", {"pretrain": "{home}/kimi_linear"}),
+    "kto of states": ("judged", {"pretrain": "{home}/minimax"}),
+    "dpo of states": ("pairs", {"pretrain": "{home}/olmo_hybrid"}),
+    "rm of mixtures": ("pairs", {"pretrain": "{home}/qwen3_next"}),
+    "rm of states": ("pairs", {"pretrain": "{home}/zamba2"}),
 }  # yapf: disable
-STATES = ("qwen3_5", "falcon_h1", "lfm2", "granitemoehybrid", "jamba", "nemotron_h")  # models whose layers have state
+STATES = ("qwen3_5", "falcon_h1", "lfm2", "granitemoehybrid", "jamba", "nemotron_h", "kimi_linear", "minimax",
+          "olmo_hybrid", "qwen3_next", "zamba2")  # models whose layers have state
+SPREAD = ["grm", "sft of lengths", "sft of kimi", "kto of states", "dpo of states", "rm of mixtures", "rm of states"]
 STRATEGIES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "zero3": ([*EVERY], {"strategy": "deepspeed", "zero_stage": 3}),
     "zero2": (["sft of lengths"], {"strategy": "deepspeed", "zero_stage": 2}),
-    "fsdp": (["grm", "sft of lengths"], {"strategy": "fsdp"}),
+    "fsdp": (SPREAD, {"strategy": "fsdp"}),
 }  # yapf: disable
 
 

@@ -25,6 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3": {"strategy": "deepspeed", "zero_stage": 3},
 }
 RESUMED = "states"
+MICRO = {"fsdp": 8, "zero2": 1}  # sequences at once in runs of models whose layers have state; else as by default
 SAVING = {"disable_ckpt": False, "save_steps": 1}
 
 
@@ -40,7 +41,8 @@ def main(home: Path, folder: Path) -> None:
     found = {}
     for kind in KINDS:
         for name, strategy in STRATEGIES.items():
-            done = runs.run(home, folder / kind / name, max_steps=2, **options_of(kind, home), **strategy)
+            micro = {"micro_train_batch_size": MICRO[name]} if kind == RESUMED and name in MICRO else {}
+            done = runs.run(home, folder / kind / name, max_steps=2, **options_of(kind, home), **micro, **strategy)
             holder.barrier()
             found[f"{kind} {name}"] = done.lines
     models, save = options_of(RESUMED, home), folder / "resumed"

@@ -1,0 +1,49 @@
+"""Models whose layers keep a state, in vLLM: which of them it computes as the trainer does, and where."""
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn, Tensor
+from transformers import PretrainedConfig
+
+from lightrft.models.activations import ModelShape
+from lightrft.utils.errors import UserError
+
+_IN_BFLOAT16 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # on a CPU: vLLM's kernels there are of bfloat16
+_MAMBA_2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
+_NO_CODE, _ON_GPUS = "vLLM has no code of its own for it", "vLLM has kernels for it on GPUs alone"
+REFUSED = {
+    "bamba": _NO_CODE, "minimax": _NO_CODE, "jamba": _ON_GPUS, "kimi_linear": _ON_GPUS, "olmo_hybrid": _ON_GPUS,
+    "lfm2": "vLLM computes it otherwise on a CPU, by 0.12 nats of a tiny model in float32",
+}  # yapf: disable
+
+
+def state_arguments(config: PretrainedConfig, cuda: bool, bf16: bool) -> dict[str, Any]:
+    """Arguments of a model that has layers with state.
+
+    States of prefixes are stored between the chunks of prompts, which are never cut here.
+
+    Raises:
+        UserError: vLLM cannot compute them on this device, computes them otherwise, or nobody has compared them.
+    """
+    family = config.get_text_config().model_type.removesuffix("_text")
+    shape = ModelShape.of(config)
+    compared = family in _IN_BFLOAT16 or family in _MAMBA_2 and shape is not None and not shape.mixture
+    if not compared:
+        reason = REFUSED.get(family, "its log-probs there were never compared with those of the trainer")
+        raise UserError(f"--engine_type vllm: model type {family!r} has layers with state, and {reason}. Use "
+                        "--engine_type hf")
+    if not cuda and not bf16 and family in _IN_BFLOAT16:
+        raise UserError(f"--engine_type vllm: vLLM computes layers with state of model type {family!r} on a CPU in "
+                        "bfloat16 alone: add --bf16, or use --engine_type hf")
+    return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}  # as transformers stores them
+
+
+def _decay(log: Tensor) -> Tensor:
+    return -torch.exp(log.float())
+
+
+def stored_forms(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Functions of weights that vLLM stores in their place, by HF name: layers of Mamba 2 store the decay."""
+    decays = any(name.endswith(".A") for name, _ in model.named_parameters())
+    return {name: _decay for name in names if decays and name.endswith(".A_log")}
