@@ -81,7 +81,7 @@ class ModelShape:
             values.get("vocab_size") or 0, sum(kind.endswith("_attention") and kind not in _WHOLE for kind in kinds),
             family.startswith(_HEAD_NORMS) or bool(values.get("use_qk_norm")), family.startswith(_GATED),
             family.startswith(_WIDE_NORMS),
-            _activation(values) not in _NO_GATE, mixture, heads * head in {values.get(name) for name in INNER},
+            _activation(values) not in _NO_GATE, mixture, heads * head in _inner(values),
             *_kinds_of(config, kinds or ["full_attention"] * layers,
                        _mixes(values, kinds, layers) if mixture else [True] * layers))
 
@@ -124,6 +124,11 @@ class ModelShape:
 
 
 _WHOLE = ("full_attention", "linear_attention")  # kinds of layers that see no window
+
+
+def _inner(values: dict[str, Any]) -> frozenset[int]:
+    """Return the widths inside the MLPs."""
+    return frozenset(values[name] for name in INNER if values.get(name))
 
 
 def _activation(values: dict[str, Any]) -> str:
@@ -191,7 +196,7 @@ def _kinds_of(config: "PretrainedConfig", names: Sequence[str],
     kinds = (LayerKind(count, name in attend, name not in attend | apart or name == "hybrid",
                        name in apart if apart else name == "hybrid" or not hybrids, not mixed)
              for (name, mixed), count in counts.items())  # yapf: disable
-    return tuple(kinds), StateLayers.of(config) if states else None
+    return tuple(kinds), StateLayers.of(config, _inner(config.get_text_config().to_dict())) if states else None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import nn, Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PretrainedConfig
 
-from lightrft.models.activations import INNER
 from lightrft.models.state_rows import Layer, LayerState
 from lightrft.models.stateful import adapt, LAYERS, stateful
 
@@ -35,20 +34,22 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class StateLayers:
-    """The layers with state of a decoder, by its model type and its config as JSON."""
+    """The layers with state of a decoder, by its model type and its config as JSON. ``inner``: widths inside its MLPs.
+    """
     model_type: str
     values: str = field(repr=False)
+    inner: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "StateLayers":
+    def of(cls, config: PretrainedConfig, inner: frozenset[int] = frozenset()) -> "StateLayers":
         """Describe the layers of a Hugging Face config."""
         text = config.get_text_config()
-        return cls(text.model_type, json.dumps(text.to_dict(), default=str))
+        return cls(text.model_type, json.dumps(text.to_dict(), default=str), inner)
 
     def costs(self, width: int = 4, frozen: bool = False) -> StateCosts:
         """Return their costs in elements of ``width`` bytes. ``frozen``: weights other than matrices are not trained.
         """
-        return _costs(self.model_type, self.values, width, frozen)
+        return _costs(self.model_type, self.values, self.inner, width, frozen)
 
 
 class _Cache:
@@ -65,7 +66,7 @@ class _Cache:
 
 
 @lru_cache(maxsize=16)
-def _costs(model_type: str, values: str, width: int, frozen: bool) -> StateCosts:
+def _costs(model_type: str, values: str, inner: frozenset[int], width: int, frozen: bool) -> StateCosts:
     dtype = torch.float32 if width == 4 else torch.bfloat16
     config = CONFIG_MAPPING[model_type].from_dict(json.loads(values) | {"dtype": "float32"})
     with torch.device("meta"):
@@ -77,7 +78,6 @@ def _costs(model_type: str, values: str, width: int, frozen: bool) -> StateCosts
         for weight in module.parameters(recurse=False):
             weight.requires_grad_(not frozen or weight.ndim == 2 and module not in unadapted)
     kinds = [[layer for layer in layers if type(layer) is family] for family in {type(layer) for layer in layers}]
-    inner = {vars(config)[name] for name in INNER if name in vars(config)}
     costs = [(len(kind), _of_layer(kind[0], config.hidden_size, dtype, inner, frozen)) for kind in kinds]
     return StateCosts(len(layers), sum(count * cost.states for count, cost in costs),
                       sum(count * cost.kept for count, cost in costs),
@@ -90,7 +90,8 @@ def _unadapted(layer: nn.Module) -> str:
     return (LAYERS[type(layer).__name__].unadapted or ("", ))[0]
 
 
-def _of_layer(layer: nn.Module, hidden_size: int, dtype: torch.dtype, inner: set[int], frozen: bool) -> StateCosts:
+def _of_layer(layer: nn.Module, hidden_size: int, dtype: torch.dtype, inner: frozenset[int],
+              frozen: bool) -> StateCosts:
     known = LAYERS[type(layer).__name__]
     chunk, again = known.chunk, known.strided if frozen else ()
     (_, kept, multiplied), (states, kept_of_two, multiplied_by_two) = (_measured(
