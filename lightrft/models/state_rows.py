@@ -5,10 +5,12 @@ it would carry the state of one sequence into the next. So the sequences become 
 a sequence that continues another one begins with the state in which that one ended.
 """
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightrft.ops.segment import RowGather
 
@@ -195,7 +197,8 @@ class StateRows:
         stored: States = {}
         for call, x in zip(self.calls, rows.split([call.rows * call.width for call in self.calls])):
             state = LayerState({name: call.parents(states) for name, states in stored.items()} if call.parents else {})
-            outs = layer(x.unflatten(0, (call.rows, call.width)), state)
+            with _own_states(state.states) if call.width == 1 else nullcontext():
+                outs = layer(x.unflatten(0, (call.rows, call.width)), state)
             outputs.append([out.flatten(0, 1) for out in outs])
             if call.stored:
                 stored = {
@@ -204,6 +207,13 @@ class StateRows:
                 }
         joined = (torch.cat(outs) if len(outs) > 1 else outs[0] for outs in zip(*outputs))
         return tuple(out if self._out is None else self._out(out) for out in joined), stored
+
+
+def _own_states(states: States) -> saved_tensors_hooks:
+    """Context of a layer that may write into ``states``, as some do for one token: its backward pass reads what they
+    were."""
+    storages = {state.untyped_storage()._cdata for state in states.values()}
+    return saved_tensors_hooks(lambda x: x.clone() if x.untyped_storage()._cdata in storages else x, lambda x: x)
 
 
 def _width(length: int) -> int:

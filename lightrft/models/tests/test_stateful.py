@@ -14,7 +14,8 @@ from lightrft.models.lora import add_lora
 from lightrft.models.packing_check import packing_fault
 from lightrft.models.recomputation import recompute
 from lightrft.models.state_rows import LayerState, StateRows
-from lightrft.models.stateful import LAYERS, stateful
+from lightrft.models.state_sizes import _unused
+from lightrft.models.stateful import adapt, continues, LAYERS, stateful
 from lightrft.strategy.mixed_precision import ComputeCopy
 from lightrft.tests.support import naive_model, tiny
 from lightrft.tests.support.recurrence import in_double
@@ -191,6 +192,25 @@ def test_states_are_handed_down_branches_of_any_depth():
     assert sorted(rows.order) == [0, 1, 2, 3, 7]
     torch.testing.assert_close(states["recurrent0"], torch.stack([whole[index].sum(0) for index in rows.order]))
     assert len(StateRows([5, 3, 9, 20, 7], [-1, 0, 0, 0, -1], "cpu").calls) == 3
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if continues(tiny.model(each))])
+def test_layers_hand_down_the_state_after_one_token(family):
+    """Some write it into the one before, which the backward pass reads."""
+    model, runs, lens, before = tiny.model(family), [], [5, 1, 1, 3, 2], [-1, 0, 1, 2, 1]
+    adapt(model)
+    layer = stateful(model)[0]
+    cache = SimpleNamespace(mix=lambda index, rows, run: runs.append(run) or run(rows, LayerState()))
+    hidden = torch.randn(sum(lens), 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    layer(hidden[None], kv_cache=cache, **dict.fromkeys(_unused(type(layer).__mro__[2])))
+    whole, parts = [], hidden.split(lens)
+    for index, part in enumerate(parts):
+        whole.append(torch.cat([whole[before[index]], part]) if index else part)
+    found = StateRows(lens, before, "cpu").run(hidden, runs[0])[0][0]
+    expected = torch.cat([runs[0](row[None], LayerState())[0][0, -n:] for row, n in zip(whole, lens)])
+    mine, right = (torch.autograd.grad(out.square().sum(), hidden)[0] for out in (found, expected))
+    for values, wanted in ((found, expected), (mine, right)):
+        torch.testing.assert_close(values, wanted, atol=1e-4 * float(wanted.detach().abs().max()), rtol=0)
 
 
 RULE = "torch_chunk_gated_delta_rule"
