@@ -12,12 +12,14 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import nn, Tensor
+from torch.nn.functional import softplus
 from transformers import PretrainedConfig
 
 from lightrft.models.attention import PackedLayout
 from lightrft.models.state_rows import LayerState
 
 KEYWORDS = ("packing", "kv_cache")
+_STEP = "mamba2_selective_state_update"
 _CACHES = ("cache", "cache_params", "past_key_values")  # names of the cache in ``forward``, by release and family
 
 
@@ -97,13 +99,18 @@ class _PerSequence:
         kind = LAYERS[type(self).__name__]
 
         def layer(rows: Tensor, state: LayerState) -> tuple[Tensor, ...]:
-            found = forward(rows, **kwargs | {name: state})
+            found = forward(rows, **kwargs | {name: state} | self._limits(rows, state))
             return found[:kind.outputs] if isinstance(found, tuple) else (found, )
 
         outs = cache.mix(self.layer_idx, hidden_states, layer) if cache is not None else _packed(
             layout, hidden_states, layer)
         returned = (*outs, *[None] * kind.unread)
         return returned if len(returned) > 1 else returned[0]
+
+    def _limits(self, rows: Tensor, state: LayerState) -> dict[str, Any]:
+        """Arguments of :func:`_limited`, where one token continues others."""
+        limit = getattr(self, "time_step_limit", None)
+        return {"dt_limit": limit} if limit is not None and state.began and rows.shape[1] == 1 else {}
 
 
 def _packed(layout: PackedLayout, hidden: Tensor, layer: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
@@ -170,3 +177,19 @@ def _use_torch(module: Any) -> None:
     for name, function in list(vars(module).items()):
         if inspect.isfunction(function) and function.__module__ == module.__name__ and hasattr(function, "__wrapped__"):
             setattr(module, name, inspect.unwrap(function))
+    if (step := vars(module).get(_STEP)) is not None and not hasattr(step, "limits"):
+        setattr(module, _STEP, _limited(step))
+
+
+def _limited(step: Any) -> Any:
+    """Let the step of Mamba 2 for one token limit the time steps as its code for sequences does."""
+
+    def limited(state: Tensor, hidden: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor, dt_softplus: bool,
+                dt_limit: tuple[float, float] | None = None, **kwargs: Any) -> Any:
+        if dt_limit is None:
+            return step(state, hidden, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
+        limited_dt = softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
+        return step(state, hidden, limited_dt, *args, dt_bias=None, dt_softplus=False, **kwargs)
+
+    vars(limited)["limits"] = True
+    return limited

@@ -196,10 +196,13 @@ def test_states_are_handed_down_branches_of_any_depth():
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if continues(tiny.model(each))])
 def test_layers_hand_down_the_state_after_one_token(family):
-    """Some write it into the one before, which the backward pass reads."""
+    """Some write it into the one before, which the backward pass reads; some limit time steps of several tokens alone.
+    """
     model, runs, lens, before = tiny.model(family), [], [5, 1, 1, 3, 2], [-1, 0, 1, 2, 1]
     adapt(model)
     layer = stateful(model)[0]
+    if hasattr(layer, "time_step_limit"):
+        layer.dt_bias.data.fill_(-7)  # time steps below the least of Nemotron-H and Zamba 2
     cache = SimpleNamespace(mix=lambda index, rows, run: runs.append(run) or run(rows, LayerState()))
     hidden = torch.randn(sum(lens), 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     layer(hidden[None], kv_cache=cache, **dict.fromkeys(_unused(type(layer).__mro__[2])))
@@ -210,7 +213,7 @@ def test_layers_hand_down_the_state_after_one_token(family):
     expected = torch.cat([runs[0](row[None], LayerState())[0][0, -n:] for row, n in zip(whole, lens)])
     mine, right = (torch.autograd.grad(out.square().sum(), hidden)[0] for out in (found, expected))
     for values, wanted in ((found, expected), (mine, right)):
-        torch.testing.assert_close(values, wanted, atol=1e-4 * float(wanted.detach().abs().max()), rtol=0)
+        torch.testing.assert_close(values, wanted, atol=1e-5 * float(wanted.detach().abs().max()), rtol=0)
 
 
 RULE = "torch_chunk_gated_delta_rule"
