@@ -22,6 +22,12 @@ def reward_problems(c: Config) -> Iterator[str]:
         yield from model_problems(c.reward, kinds)
 
 
+def played_rewards(c: Config) -> Iterator[str]:
+    """Yield that an environment is missing whose rewards are asked for."""
+    if c.rollout.environment is None and "environment" in (part.partition("=")[0] for part in c.reward.reward):
+        yield "--reward environment: needs --environment FILE, whose turns have the rewards"
+
+
 def written_rewards(r: RewardConfig) -> Iterator[str]:
     """Yield the problems of the options as they are written, except those of paths."""
     for url in r.remote_rm_url:

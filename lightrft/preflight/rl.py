@@ -16,7 +16,7 @@ from lightrft.preflight.engine_rules import (engine_problems, missing_engine, ov
 from lightrft.preflight.hardware import Device, Machine
 from lightrft.preflight.memory import cut_rows, frozen_bytes, reward_bytes, reward_sizes, teacher_bytes
 from lightrft.preflight.overhead import engine_rows
-from lightrft.preflight.reward_rules import reward_problems
+from lightrft.preflight.reward_rules import played_rewards, reward_problems
 from lightrft.preflight.shared_rules import divides, evaluations, probabilities, prompts, triton_kernels
 from lightrft.preflight.training import TrainingPreflight
 from lightrft.rewards.spec import parse_models
@@ -40,7 +40,7 @@ class RLPreflight(TrainingPreflight):
         """Yield the problems of data, rollout, rewards, algorithm, models, batches and engine."""
         yield from super().problems(world_size, cuda, local_ranks)
         c = self.config
-        for check in (_data, _rollout, reward_problems, _train, _eval, algorithm_problems):
+        for check in (_data, _rollout, reward_problems, played_rewards, _train, _eval, algorithm_problems):
             yield from check(c)
         yield from placed_problems(c, world_size)
         yield from _reference(c.model, world_size)

@@ -113,7 +113,8 @@ def tags_score(item: RewardInput) -> Outcome:
 def environment_score(item: RewardInput) -> Outcome:
     """Give the sum of the rewards that the environment gave to the turns."""
     if item.play is None:
-        return Outcome(None, "no_environment", "the response has no environment; name one with --environment")
+        return Outcome(None, "no_environment",
+                       "the response was not played in an environment, as in a trial of the rewards")
     if item.play.reward is None:
         return Outcome(None, "no_reward", "the environment gave no reward in the response")
     return Outcome(item.play.reward)

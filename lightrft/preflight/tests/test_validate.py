@@ -321,6 +321,13 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     assert not list(paths.sources("prompt_data", ["org/data@sub/folder"])), "a folder of a data set on the hub"
 
 
+def test_rewards_of_an_environment_need_one(tmp_path):
+    (tmp_path / "game.py").write_text("")
+    needs = "--reward environment: needs --environment FILE, whose turns have the rewards"
+    assert needs in problems(reward=["exact", "environment=0.5"])
+    assert needs not in problems(reward=["environment"], environment=f"{tmp_path}/game.py")
+
+
 JUDGE = {"reward": ["judge=0.1"], "judge_url": ["http://host/v1"], "judge_model": "m"}
 
 
