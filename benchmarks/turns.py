@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from lightrft.environments.base import Step, Turn
+from lightrft.environments.base import EnvironmentSpec, Step, Turn
 
 if TYPE_CHECKING:
     from lightrft.models.actor_language import ActorLanguage
@@ -44,11 +44,11 @@ class Answers:
 
 
 class Case:
-    """A model with an engine, prompts, and an environment."""
+    """A model with an engine, prompts, and an environment in a worker."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, args: argparse.Namespace, spec: EnvironmentSpec, bf16: bool = False) -> None:
+        import torch
         from lightrft.config.schema import ModelConfig
-        from lightrft.environments.base import EnvironmentSpec
         from lightrft.environments.chat_format import ChatFormat
         from lightrft.environments.play import Player
         from lightrft.environments.pool import EnvironmentPool
@@ -57,13 +57,12 @@ class Case:
         from lightrft.types import Prompt
         tool_models.save_model(folder, "qwen2", hidden_size=args.hidden, num_hidden_layers=args.layers,
                                max_position_embeddings=LIMIT)
-        actor = load_actor(ModelConfig(pretrain=str(folder)))
+        actor = load_actor(ModelConfig(pretrain=str(folder)), dtype=torch.bfloat16 if bf16 else torch.float32)
         self.size = sum(weight.numel() for weight in actor.hf_model.parameters())
         self.tokenizer = tool_models.tokenizer()
-        self.engine = engine_of(args.engine, actor, self.tokenizer)
+        self.engine = engine_of(args.engine, actor, self.tokenizer, bf16)
         form = ChatFormat(self.tokenizer, "qwen2")  # no thoughts, in which a turn could end
-        pool = EnvironmentPool(EnvironmentSpec(__file__, "Answers"), 1, 60.0)
-        self.player = Player(pool, self.tokenizer, form, 1 << 30, 1 << 30)
+        self.player = Player(EnvironmentPool(spec, 1, 600.0), self.tokenizer, form, 1 << 30, 1 << 30)
         texts = [form.prompt([{"role": "user", "content": f"question {i}"}], {})
                  for i in range(args.responses // SAMPLES)]  # yapf: disable
         self.prompts = [(i, Prompt(str(i), ids, text, messages=[{"role": "user", "content": f"question {i}"}]))
@@ -101,7 +100,7 @@ class Case:
         return found
 
 
-def engine_of(kind: str, actor: "ActorLanguage", tokenizer: Any) -> "RolloutEngine":
+def engine_of(kind: str, actor: "ActorLanguage", tokenizer: Any, bf16: bool) -> "RolloutEngine":
     """Start an engine on the weights of ``actor``, that no token of the model itself ends."""
     from lightrft.config.schema import RolloutConfig
     from lightrft.rollout import get_engine
@@ -111,7 +110,7 @@ def engine_of(kind: str, actor: "ActorLanguage", tokenizer: Any) -> "RolloutEngi
     strategy = SingleProcessStrategy(StrategyConfig())
     strategy.setup()
     cfg = RolloutConfig(engine_type=kind, prompt_max_len=LIMIT // 2, generate_max_len=LIMIT // 2, engine_kv_mib=256)
-    engine = get_engine(cfg, actor, strategy, tokenizer, False)
+    engine = get_engine(cfg, actor, strategy, tokenizer, bf16)
     engine.eos_token_ids = frozenset()
     engine.update_weights(strategy.full_params(actor), 1)
     return engine
@@ -138,7 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file of all pairs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(Path(folder) / "model", args)
+        case = Case(Path(folder) / "model", args, EnvironmentSpec(__file__, "Answers"))
         case.pair(args.tokens)  # warms up
         pairs = [case.pair(args.tokens) for _ in range(args.pairs)]
         case.player.shutdown()

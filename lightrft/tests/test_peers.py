@@ -98,6 +98,17 @@ def test_the_page_shows_the_recorded_turns(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(rows) >= 3 and all(row in page for row in (*turns.HEADER.splitlines(), *rows)), rows
 
 
+def test_the_page_shows_what_the_timing_of_tools_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token of the HF engine in float32; of other engines and dtypes, what the record has counted."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    timing = importlib.import_module("tool_timing")
+    found, page = recorded("tool_timing.json")
+    rows = [timing.row(title, runs) for title, runs in found.items()]
+    assert len(rows) >= 2 and all(row in page for row in (*timing.HEADER.splitlines(), *rows)), rows
+    exact, = (runs for title, runs in found.items() if title.startswith("hf, float32"))
+    assert not any(one["tokens"] for one in exact)
+
+
 def test_the_page_shows_the_recorded_steps_with_tools() -> None:
     """TRL calls the tools of a batch one after another, so that its steps take their sum; here they take one call."""
     found, page = recorded("tool_peers.json")
