@@ -25,7 +25,8 @@ EXTRAS = {
     "flash-attn": ["flash-attn>=2.6,<3"],  # built against the torch that is installed; no test here has a GPU for it
     "bitsandbytes": ["bitsandbytes>=0.50,<0.51"],
     "vl": ["pillow>=12", "torchvision"],
-    "agents": ["renderers>=0.1.12,<0.2; python_version >= '3.11'"],
+    # renderers imports httpx, and has it only with an older openai
+    "agents": ["renderers>=0.1.12,<0.2; python_version >= '3.11'", "httpx>=0.27,<1"],
     "reasoning": ["reasoning-gym>=0.1.19,<0.2"],
     "audio": ["soxr>=1.0,<1.2", "soundfile>=0.13,<0.15"],
     "video": ["av>=16,<19"],

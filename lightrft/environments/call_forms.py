@@ -159,7 +159,7 @@ def package() -> Any:
     try:
         import renderers
     except ImportError as error:
-        raise UserError("--environment needs the package renderers to read turns and calls; run: "
+        raise UserError(f"--environment needs the package renderers to read turns and calls ({error}); run: "
                         f"{install_command('agents')}") from error
     return renderers
 

@@ -100,8 +100,9 @@ def test_pins_cover_the_core_and_stay_in_its_ranges():
 MODULES = {"math-verify": "math_verify", "pyyaml": "yaml", "liger-kernel": "liger_kernel", "flash-attn": "flash_attn",
            "reasoning-gym": "reasoning_gym"}  # yapf: disable
 INDIRECT = {
-    "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "cuda-python":
-    "flashinfer; an older one has files of cuda-bindings", "tokenizers": "transformers; its release is part of the set"
+    "pillow": "transformers, to read pictures", "torchvision": "transformers, to read pictures", "httpx": "renderers",
+    "cuda-python": "flashinfer; an older one has files of cuda-bindings", "tokenizers":
+    "transformers; its release is part of the set"
 }
 
 
