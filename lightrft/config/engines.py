@@ -155,6 +155,10 @@ class EngineConfig:
         "a list of functions, or a registered name; it runs in worker processes (docs/environments.md)")
     max_turns: int = option(8, "limit on the turns of the model in one response", within=COUNT,
                             needs="environment FILE.py")
+    env_images: int = option(
+        0, "limit on the pictures that the environment shows in one response, of models that take pictures; a further "
+        "one ends the response. 0: its pictures end the run", within=NON_NEGATIVE, needs="environment FILE.py",
+        read_by=("hf", ))
     env_timeout_s: float = option(
         60.0, "seconds that an environment may take for one answer; a response whose environment takes longer is left "
         "unscored", within=POSITIVE, needs="environment FILE.py", free=True)

@@ -3,7 +3,6 @@
 Every rank reads the same data, so every rank can look up every key. Ranks exchange keys, never pixels.
 """
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -26,11 +25,13 @@ from lightrft.datasets.pictures import fitted, resized
 from lightrft.datasets.processing import check_order, Decoded, host_bytes, MediumProcessor
 from lightrft.datasets.prompt_rows import Message
 from lightrft.datasets.rows import DataError
+from lightrft.datasets.shown_pictures import KnownMedia
 from lightrft.datasets.waveform import Waveform
 from lightrft.types import MediaTensors
 from lightrft.utils.byte_cache import ByteCache, OncePerKey
 from lightrft.utils.errors import first_line, install_command, UserError
 from lightrft.utils.hub import read_pretrained
+from lightrft.utils.play import Shown
 
 _MIB = 1 << 20
 _STILL = "The video has one frame: raise --fps if it is a file, write it as a picture, or remove the row"
@@ -99,9 +100,9 @@ class MediaStore:
         self.disk: DiskCache | None = None
         self.decoded = 0
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
-        self.most: dict[str, int] = {}
         self.cut = set[str]()
-        self.media, self._kept = dict[str, Medium](), set[str]()
+        self.media = KnownMedia()
+        self.most = self.media.most
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, attrgetter("nbytes"), least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
@@ -120,18 +121,17 @@ class MediaStore:
         self.media.update(zip(keys, found))
         return keys
 
+    def show(self, picture: Shown) -> Shown:
+        """Implement :meth:`~lightrft.types.MediaSource.show`."""
+        return self.media.show(picture)
+
     def adopt(self, other: "MediaStore", keys: Iterable[str]) -> tuple[str, ...]:
         """Make the media of one row known that ``other``, the store of another model, has under ``keys``."""
         return self.register(other.media[key] for key in keys)
 
     def keep(self, rows: Iterable[tuple[str, ...]]) -> None:
         """Count the media of the rows that a data set keeps, for :attr:`most`; forget those that no data set keeps."""
-        for keys in rows:
-            self._kept.update(keys)
-            for kind, count in Counter(key.partition(":")[0] for key in keys).items():
-                self.most[kind] = max(count, self.most.get(kind, 0))
-        for key in self.media.keys() - self._kept:
-            del self.media[key]
+        for key in self.media.keep(rows):
             self._texts.pop(key, None)
 
     def try_first(self) -> str | None:
@@ -250,11 +250,10 @@ class MediaStore:
         return medium
 
     def _open(self, key: str) -> Decoded:
-        if key not in self.media:
-            raise UserError(f"no row of this run's data has the medium {key}: the ranks read different data")
+        reference = self.media[key]
         with self._lock:
             self.decoded += 1
-        medium = decode(self.media[key], self.rules, self.single.rate)
+        medium = decode(reference, self.rules, self.single.rate)
         if isinstance(medium, Image.Image):
             return resized(medium, *self.pixels)
         if isinstance(medium, Video):

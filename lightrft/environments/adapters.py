@@ -3,7 +3,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightrft.environments.base import Info, Message, Step, Task, Turn, UnreadMedia
+from lightrft.environments.base import Info, Message, Step, Task, Turn
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
 from lightrft.environments.interop import called, MadePerRow, number, numbers, parameters, row_of, taken
 from lightrft.environments.tools import ToolBox, ToolEnvironment
@@ -97,21 +97,17 @@ class AgentInstance:
         self.observation = (states or {}).get("observation", prompt.text)
 
     async def step(self, turn: Turn) -> Step:
-        """Pass the action; the feedback is appended as it is.
-
-        Raises:
-            UnreadMedia: the feedback has pictures.
-        """
+        """Pass the action; the feedback is appended as it is, and its marks of pictures stand for those of
+        ``environment_images``."""
         states = {"observation_text": self.observation, "action_text": turn.text, "label": self.label,
                   "sampling_params": None}  # yapf: disable
         answer = await called(self.inner.step, states)
-        if answer.get("environment_images"):
-            raise UnreadMedia(["image"])
         feedback = answer.get("environment_feedback") or ""
         self.observation += turn.text + feedback
         logs = {key: float(value) for key, value in (answer.get("extra_logs") or {}).items()}
         return Step(text=feedback or None, reward=number(answer.get("rewards")), metrics=logs,
-                    done=bool(answer.get("done", not feedback)))  # yapf: disable
+                    done=bool(answer.get("done", not feedback)),
+                    images=list(answer.get("environment_images") or ()))  # yapf: disable
 
 
 class GymText(MadePerRow):

@@ -1,5 +1,5 @@
 """Contract of environments. Nothing here imports torch: worker processes import this module."""
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,12 +69,14 @@ class Step:
         done: the response ends with this turn; its messages are dropped.
         metrics: numbers of the turn by name; those of a response are added.
         text: is appended as it is, in place of messages: it has the marks of the template itself.
+        images: pictures for which the text has placeholders of the model.
     """
     messages: list[Message] | str | None = None
     reward: float | None = None
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     text: str | None = None
+    images: list[Any] = field(default_factory=list)
 
 
 class Environment(Protocol):
@@ -133,13 +135,13 @@ class Failure:
 
 
 class UnreadMedia(TypeError):
-    """An environment answers with media, which are no part of observations: the run ends.
+    """An environment answers with a video or a sound, which are no part of observations: the run ends.
 
     Args:
-        kinds: of the media.
+        kind: of the medium.
     """
 
-    def __init__(self, kinds: Sequence[str]) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(
-            f"an environment answered with {', '.join(kinds)}, and observations are texts. Let it describe "
-            "what it shows, or put the picture into the prompt of the row (its column 'images')")
+            f"an environment answered with {kind}, and observations are texts and pictures. Let it describe what it "
+            "shows, or put the medium into the prompt of the row")

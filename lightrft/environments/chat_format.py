@@ -150,6 +150,18 @@ class ChatFormat:
             return self._by_family(self.family, prompt_ids, drawn, safe)
         return self._by_template(drawn, safe)
 
+    def continuation_text(self, drawn: list[int], messages: Sequence[Message]) -> str:
+        """Return the text of messages behind a turn, which may show pictures."""
+        return self._text_behind(drawn, self.safe(messages))
+
+    def _text_behind(self, drawn: list[int], messages: Sequence[Message]) -> str:
+        """Return what the template writes behind an answer: its end, unless it was drawn, the messages, and the next
+        start."""
+        end, rest = self._template.behind(messages)
+        if drawn and drawn[-1] in self._ends:  # the start of a message may be what ends the turn before
+            return rest if end else rest.removeprefix(str(self.tokenizer.decode(drawn[-1:])))
+        return end + rest
+
     def _by_family(self, family: "FamilyRenderer", before: list[int], drawn: list[int],
                    messages: Sequence[Message]) -> list[int] | None:
         following = family.bridge_to_next_turn(before, drawn, list(messages), tools=self.schemas or None)
@@ -159,12 +171,7 @@ class ChatFormat:
         return following.token_ids[len(known):]
 
     def _by_template(self, drawn: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens that the template writes behind an answer: its end, unless it was drawn, the messages, and
-        the next start."""
-        end, rest = self._template.behind(messages)
-        if drawn and drawn[-1] in self._ends:  # the start of a message may be what ends the turn before
-            return self._ids(rest if end else rest.removeprefix(str(self.tokenizer.decode(drawn[-1:]))))
-        return self._ids(end + rest)
+        return self._ids(self._text_behind(drawn, messages))
 
     def _ids(self, text: str) -> list[int]:
         return self._encoder.encode_inside([text])[0]
@@ -175,9 +182,15 @@ class ChatFormat:
         return text, ids
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose texts, names too, are :meth:`neutral`, as the policy reads them."""
-        return [{key: self.neutral(value) if isinstance(value, str) else value for key, value in message.items()}
-                for message in messages]  # yapf: disable
+        """Return messages whose texts, names too, are :meth:`neutral`, as the policy reads them; a picture is a part
+        ``{"type": "image"}``."""
+        return [{key: self._safe(key, value) for key, value in message.items()} for message in messages]
+
+    def _safe(self, key: str, value: Any) -> Any:
+        if key == "content" and isinstance(value, list):
+            return [{"type": "text", "text": self.neutral(part["text"])} if part["type"] == "text" else
+                    {"type": part["type"]} for part in value]  # yapf: disable
+        return self.neutral(value) if isinstance(value, str) else value
 
     def neutral(self, text: str) -> str:
         """Return a text that has no token of the chat template or of calls: a blank parts the marks of these."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightrft.environments.base import Message, Step, Task, Turn
 from lightrft.environments.interop import called, extra_info, MadePerRow, number, numbers, row_of
+from lightrft.environments.pictures import parts_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours of a terminal
 
@@ -13,14 +14,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours of a terminal
 class GymnasiumGame:
     """A ``gymnasium.Env`` or ``Wrapper`` with ``act(text)``: it returns the action that a text means, or None.
 
-    What the policy reads is what ``render()`` writes with the render mode "ansi", else the observation as text; an
-    optional ``observe(observation)`` writes another text.
+    What the policy reads is what ``render()`` writes with the render mode "ansi", or shows with "rgb_array", else the
+    observation: a frame as a picture, others as text. An optional ``observe(observation)`` writes or shows another one.
     """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def reset(self, prompt: Task, seed: int) -> str:
+    def reset(self, prompt: Task, seed: int) -> str | list[Message]:
         """Begin with the seed; return the first observation."""
         observation, _ = self.inner.reset(seed=seed)
         return self._shown(observation)
@@ -38,11 +39,14 @@ class GymnasiumGame:
         """Close the game."""
         self.inner.close()
 
-    def _shown(self, observation: Any) -> str:
+    def _shown(self, observation: Any) -> str | list[Message]:
+        shown = observation
         if hasattr(self.inner, "observe"):
-            return str(self.inner.observe(observation))
-        shown = self.inner.render() if getattr(self.inner, "render_mode", None) == "ansi" else observation
-        return _ANSI.sub("", str(shown)).strip()
+            shown = self.inner.observe(observation)
+        elif getattr(self.inner, "render_mode", None) in ("ansi", "rgb_array"):
+            shown = self.inner.render()
+        parts = parts_of(shown)
+        return [{"role": "user", "content": parts}] if parts else _ANSI.sub("", str(shown)).strip()
 
 
 class TextArenaGame:

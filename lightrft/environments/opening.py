@@ -8,6 +8,7 @@ import cloudpickle
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.engines import EngineConfig
+from lightrft.datasets.media_store import MediaStore
 from lightrft.environments.base import ENVIRONMENTS, EnvironmentSpec
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.loading import check_file
@@ -51,10 +52,11 @@ def tools_of(pool: EnvironmentPool | None) -> Sequence[dict[str, Any]]:
     return () if pool is None else pool.info.tools
 
 
-def player_of(pool: EnvironmentPool | None, cfg: EngineConfig, tokenizer: PreTrainedTokenizerBase,
-              path: str) -> Player | None:
-    """Return what plays episodes in the environment of ``pool`` with the model of ``path``; None without one."""
+def player_of(pool: EnvironmentPool | None, cfg: EngineConfig, tokenizer: PreTrainedTokenizerBase, path: str,
+              media: MediaStore | None = None) -> Player | None:
+    """Return what plays episodes in the environment of ``pool`` with the model of ``path``, whose media are in
+    ``media``; None without one."""
     if pool is None:
         return None
     form = None if pool.info.writes_marks else ChatFormat(tokenizer, read_config(path).model_type, pool.info.tools)
-    return Player(pool, tokenizer, form, cfg.max_turns, cfg.prompt_max_len)
+    return Player(pool, tokenizer, form, cfg.max_turns, cfg.prompt_max_len, media, cfg.env_images)

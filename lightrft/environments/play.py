@@ -12,15 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.control_tokens import special_ids
+from lightrft.datasets.media import MediaError
+from lightrft.datasets.media_prompts import with_tokens
+from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.pool import Answer, EnvironmentPool
+from lightrft.environments.shown import Pictures
 from lightrft.rollout.scheduler import NextTurn, PendingTurn, Turn
 from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.errors import UserError
-from lightrft.utils.play import Play
+from lightrft.utils.play import Play, Shown
+from lightrft.utils.trajectory_saver import shorten
 from lightrft.utils.watchdog import tick
 
 logger = logging.getLogger(__name__)
@@ -76,15 +81,27 @@ class PendingAnswer(Asked):
         if play.turns >= self.player.max_turns:
             play.limit = "max_turns"
             return None
-        return self._following(play, answer)
+        try:
+            return self._following(play, answer)
+        except MediaError as error:  # the model's processor refuses a picture
+            play.failure = "exception"
+            self.player.log_once(Failure("exception", str(error)))
+            return None
 
     def _following(self, play: Play, answer: Step) -> "Turn | PendingTurn":
-        tokens = self.player.tokens_of(self.episode, self.drawn, answer)
-        if tokens is None or len(tokens) >= self.room:
-            play.limit = "open_thought" if tokens is None else "no_room"
-            return self.player.last_word(self.episode, tokens)
+        """Return the tokens of an answer, and of its pictures; without room for these, the last word of its
+        environment."""
+        shown = self.player.pictures.of(answer)
+        if len(play.shown) + len(shown) > self.player.pictures.most:
+            play.limit = "no_room"
+            return self.player.last_word(self.episode, None)
+        given = self.player.given_by(self.episode, self.drawn, answer, shown)
+        if given is None or len(Segment.given(given).token_ids) >= self.room:
+            play.limit = "open_thought" if given is None else "no_room"
+            return self.player.last_word(self.episode, given)
         play.messages += self.player.read_of(answer)
-        return tokens
+        play.shown += shown
+        return given
 
 
 @dataclass(frozen=True)
@@ -106,13 +123,15 @@ class Player:
         form: reads turns and writes messages; None: the environment reads and writes text with the marks of the
             template.
         prompt_max_len: longest prompt, with the messages of ``reset``, in tokens.
+        media: store of the media of the policy; None: it reads text alone.
+        images: most pictures of the environment in a response.
     """
 
     def __init__(self, pool: EnvironmentPool, tokenizer: PreTrainedTokenizerBase, form: ChatFormat | None,
-                 max_turns: int, prompt_max_len: int) -> None:
+                 max_turns: int, prompt_max_len: int, media: MediaStore | None = None, images: int = 0) -> None:
         self.pool, self.tokenizer, self.form = pool, tokenizer, form
-        self.max_turns, self.prompt_max_len = max_turns, prompt_max_len
-        self._encoder, self._ends = Renderer(DataConfig(), tokenizer), special_ids(tokenizer)
+        self.max_turns, self.prompt_max_len, self._ends = max_turns, prompt_max_len, special_ids(tokenizer)
+        self.pictures = Pictures(media, images, Renderer(DataConfig(), tokenizer))
         self._sessions: dict[Key, tuple[Play, int]] = {}  # numbers, with the records that they write
         self._logged: set[str] = set()
         self._quick = True  # no answer was late so far
@@ -169,16 +188,18 @@ class Player:
         self._wait_briefly([answer])
         return pending.result() if answer.done() else pending
 
-    def tokens_of(self, episode: Episode, drawn: int, answer: Step) -> list[int] | None:
-        """Return the tokens of an answer behind the last ``drawn`` tokens of an episode."""
+    def given_by(self, episode: Episode, drawn: int, answer: Step, shown: Sequence[Shown]) -> Turn:
+        """Return what an answer appends behind the last ``drawn`` tokens of an episode."""
         if answer.text is not None:
-            return self._encoder.encode_inside([answer.text])[0]
+            return self.pictures.segment(answer.text, shown)
         if self.form is None:
             raise UserError(f"--environment {self.pool.spec.title} answers with messages, and its interface "
                             f"({self.pool.info.kind}) is one of text")
-        ids = episode.token_ids
-        assert not isinstance(answer.messages, str), "the worker has made messages of it"
-        return self.form.continuation(ids[:-drawn], ids[-drawn:], answer.messages or [])
+        ids, messages = episode.token_ids, answer.messages or []
+        assert not isinstance(messages, str), "the worker has made messages of it"
+        if shown:
+            return self.pictures.segment(self.form.continuation_text(ids[-drawn:], messages), shown)
+        return self.form.continuation(ids[:-drawn], ids[-drawn:], messages)
 
     def read_of(self, answer: Step) -> list[Message]:
         """Return the messages of an answer as the policy reads them."""
@@ -226,7 +247,8 @@ class Player:
                 if pending is None:
                     return
                 yield pending
-                if pending.result() != [token for segment in same for token in segment.token_ids]:
+                again = pending.result()
+                if not isinstance(again, (list, Segment)) or Segment.given(again) != same[0]:
                     return
                 _play(episode).replays += 1
             episode.segments += same
@@ -242,7 +264,9 @@ class Player:
         play = Play(seed=seed)
         if (lost := episode.play) is not None:
             play = Play(seed=lost.seed, restarts=lost.restarts, replays=lost.replays)
-            episode.prompt = replace(episode.prompt, **lost.asked or {})
+            asked = lost.asked or {}
+            media = {"media": tuple(asked["media"])} if "media" in asked else {}  # a list in JSON
+            episode.prompt = replace(episode.prompt, **asked | media)
         episode.play, episode.segments, prompt = play, [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
                     prompt.columns)  # yapf: disable
@@ -256,33 +280,42 @@ class Player:
         Raises:
             UserError: they differ within the group, or make the prompt too long.
         """
-        texts = [answer.messages for answer in answers if isinstance(answer, Step)]
-        if any(messages != texts[0] for messages in texts):
+        begun = [answer for answer in answers if isinstance(answer, Step)]
+        if any(answer.messages != begun[0].messages for answer in begun):
             raise UserError(
                 f"--environment {self.pool.spec.title}: reset(prompt, seed) gave different messages for the "
-                f"prompt {group[0].prompt.uid!r} and one seed: {texts[0]!r} and others. The responses to a "
-                "prompt are compared, so it has to be the same for all; draw with the seed")
+                f"prompt {group[0].prompt.uid!r} and one seed: {shorten(repr(begun[0].messages), 500)} and others. The "
+                "responses to a prompt are compared, so it has to be the same for all; draw with the seed")
         asked = prompt = group[0].prompt
-        if texts and texts[0]:
-            prompt = self._opened(asked, texts[0])
+        shown = list[Shown]()
+        if begun and begun[0].messages:
+            try:
+                shown = self.pictures.of(begun[0])
+                prompt = self._opened(asked, begun[0].messages, shown)
+            except MediaError as error:  # as of a turn
+                answers = [Failure("exception", str(error)) for _ in answers]
         for episode, answer in zip(group, answers):
             if prompt is not asked:
-                _play(episode).asked = {name: getattr(asked, name) for name in ("messages", "text", "token_ids")}
-            episode.prompt = prompt
+                _play(episode).asked = {name: getattr(asked, name) for name in _ASKED}
+            episode.prompt, _play(episode).shown = prompt, [*shown]
             if isinstance(answer, Failure):
                 _play(episode).failure = answer.cause
                 self.log_once(answer)
 
-    def _opened(self, prompt: Prompt, messages: "Sequence[Message] | str") -> Prompt:
+    def _opened(self, prompt: Prompt, messages: "Sequence[Message] | str", shown: Sequence[Shown]) -> Prompt:
         if self.form is None or not prompt.messages or isinstance(messages, str):
             raise UserError(f"--environment {self.pool.spec.title}: reset() gave messages, and the prompt "
                             f"{prompt.uid!r} is a text; write it as messages, or use --apply_chat_template")
         safe = self.form.safe(messages)
-        text, ids = self.form.prompt([*prompt.messages, *safe], prompt.template_kwargs)
-        if len(ids) > self.prompt_max_len:
-            raise UserError(f"the prompt {prompt.uid!r} with the messages of reset() has {len(ids)} tokens, and "
-                            f"--prompt_max_len is {self.prompt_max_len}. Raise it, or shorten the messages")
-        return replace(prompt, messages=[*prompt.messages, *safe], text=text, token_ids=ids)
+        media, every = prompt.media + tuple(one.key for one in shown), [*prompt.messages, *safe]
+        opened = replace(prompt, messages=every, media=media)
+        opened, = with_tokens([opened], [self.form.prompt(every, prompt.template_kwargs)], self.pictures.store)
+        if len(opened.token_ids) > self.prompt_max_len or len(shown) > self.pictures.most:
+            raise UserError(
+                f"the prompt {prompt.uid!r} with the messages of reset() has {len(opened.token_ids)} tokens, "
+                f"and --prompt_max_len is {self.prompt_max_len}; {len(shown)} of its pictures are those of "
+                f"reset(), and --env_images is {self.pictures.most}. Raise them, or shorten the messages")
+        return opened
 
     def _ask(self, ended: list[Episode], max_new_tokens: int) -> "list[Turn | PendingAnswer]":
         """Pass the last turns of episodes to their sessions; one without an environment ends."""
@@ -334,6 +367,7 @@ def _await(futures: "Iterable[Future[Answer]]") -> None:
         waiting = wait(waiting, _LOOK_S).not_done
 
 
+_ASKED = ("messages", "text", "token_ids", "media", "unexpanded_ids")
 _APART = 0x5DEECE66D  # the noise of an environment is not that of the policy
 
 

@@ -6,12 +6,13 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightrft.environments.base import EnvironmentSpec, Failure, Info, Step, Task, Turn
+from lightrft.environments.pictures import MAX_SHOWN_BYTES
 from lightrft.rewards.workers.pool import kill_group, NoProcessError, start_process
 from lightrft.utils.errors import UserError
 
@@ -20,8 +21,9 @@ logger = logging.getLogger(__name__)
 Answer = Step | Failure
 LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file
 GRACE_S = 5.0  # beyond the limit of a call, which the worker keeps itself unless its loop stands still
-_MOST_BYTES = 2 << 20  # of a message; the worker refuses larger answers itself
+_MOST_BYTES = (2 << 20) + MAX_SHOWN_BYTES  # of a message; the worker refuses larger answers itself
 _LOOK_S = 0.2  # between two looks at deadlines
+_FIELDS = {field.name for field in fields(Step)}
 
 
 @dataclass(eq=False)
@@ -100,10 +102,7 @@ class Worker:
         elif "failure" in message:
             self._resolve(message["call"], Failure(message["failure"], message["detail"]))
         else:
-            fields = {
-                name: message[name] for name in ("messages", "reward", "done", "metrics", "text") if name in message
-            }
-            self._resolve(message["call"], Step(**fields))
+            self._resolve(message["call"], Step(**{name: message[name] for name in _FIELDS & message.keys()}))
 
     def _resolve(self, number: int, answer: Answer) -> None:
         with self._lock:

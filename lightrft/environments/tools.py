@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
 from lightrft.environments.interop import called
+from lightrft.environments.pictures import parts_of
 from lightrft.utils.errors import CaptureException, first_line, UserError
 
 Tool = Callable[..., Any]
@@ -26,8 +27,9 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 class Answered(NamedTuple):
-    """Result of a call: a text, whether the call was right, and the reward and metrics of tools that have some."""
-    text: str
+    """Result of a call: a text or parts with pictures, whether the call was right, and the reward and metrics of tools
+    that have some."""
+    content: str | list[dict[str, Any]]
     right: bool
     reward: float | None = None
     metrics: Mapping[str, float] = {}
@@ -46,7 +48,8 @@ class ToolBox:
         """Make a call; a wrong one is told what is wrong."""
         if problem := self.problem(call):
             return Answered(f"Error: {problem}", False)
-        return Answered(_text(await called(self.tools[call.name], **call.arguments)), True)
+        value = await called(self.tools[call.name], **call.arguments)
+        return Answered(parts_of(value) or _text(value), True)
 
     def problem(self, call: ToolCall) -> str:
         """Say what is wrong with a call: no call, an unknown name, or arguments that the function does not take."""
@@ -117,7 +120,7 @@ class ToolEnvironment:
         if not turn.calls or turn.cut:
             return Step(done=True)
         answers = await asyncio.gather(*map(self.answer, turn.calls))
-        messages: list[Message] = [{"role": "tool", "name": call.name, "content": answer.text}
+        messages: list[Message] = [{"role": "tool", "name": call.name, "content": answer.content}
                                    for call, answer in zip(turn.calls, answers)]  # yapf: disable
         rewards = [answer.reward for answer in answers if answer.reward is not None]
         metrics = Counter[str]({"wrong_calls": sum(not answer.right for answer in answers)})

@@ -56,7 +56,9 @@ class VerlTools(ToolEnvironment):
             return Answered(f"Error: {problem}", False)
         response, reward, metrics = await self.objects[call.name].execute(self.instances[call.name], call.arguments)
         text = response if isinstance(response, str) else getattr(response, "text", None) or ""
-        return Answered(text, True, number(reward), numbers(metrics))
+        images = [{"type": "image", "image": image} for image in getattr(response, "image", None) or ()]
+        content = [*images, {"type": "text", "text": text}] if images else text
+        return Answered(content, True, number(reward), numbers(metrics))
 
     async def close(self) -> None:
         """Release the instances."""

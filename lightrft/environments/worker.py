@@ -18,13 +18,14 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightrft.environments.base import EnvironmentSpec, Message, Step, Task, Turn, UnreadMedia
+from lightrft.environments.base import EnvironmentSpec, Step, Task, Turn, UnreadMedia
 from lightrft.environments.loading import load
+from lightrft.environments.pictures import check_size, encoded, has_pictures, plain_messages
 from lightrft.rewards.workers.event_loop import LOOP_FILES
 from lightrft.rewards.workers.lifetime import die_with, end_group
 from lightrft.utils.errors import CaptureException
 
-MAX_BYTES = 1 << 20  # of one answer: the context of a model is smaller
+MAX_BYTES = 1 << 20  # of one answer without its pictures: the context of a model is smaller
 _THREADS = 256  # of tools that are not async
 _THREAD_FILES = (os.path.dirname(concurrent.futures.__file__), )
 
@@ -38,7 +39,7 @@ class Session:
     async def reset(self, task: Task, seed: int) -> dict[str, Any]:
         """Make the environment and begin."""
         self.inner = await self._in_thread(self.factory)
-        return {"messages": messages_of(await self._call("reset", task, seed))}
+        return {"messages": await self._plain(plain_messages, await self._call("reset", task, seed))}
 
     async def step(self, turn: Turn) -> dict[str, Any]:
         """Answer a turn."""
@@ -62,7 +63,11 @@ class Session:
         answer = await self._call(method, *arguments)
         if not isinstance(answer, Step):
             raise TypeError(f"{method}() returned {answer!r}, and must return a Step(messages, reward, done, metrics)")
-        return plain(answer)
+        return await self._plain(plain, answer)
+
+    async def _plain(self, convert: Callable[[Any], Any], answer: Any) -> Any:
+        """Convert an answer; in the session's thread if that takes long."""
+        return await self._in_thread(convert, answer) if has_pictures(answer) else convert(answer)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         function = getattr(self.inner, method)
@@ -75,40 +80,11 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
 
 
-def _media_in(messages: Any) -> list[str]:
-    """Return the kinds of media in messages whose content is a list of parts."""
-    contents = [each.get("content") for each in messages
-                if isinstance(each, dict)] if isinstance(messages, (list, tuple)) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return sorted({str(part.get("type")) for part in parts} - {"text", "None"})
-
-
-def messages_of(value: Any) -> list[Message]:
-    """Return messages as a list of roles and texts; a text is one of the user.
-
-    Raises:
-        UnreadMedia: it has a picture, a video or a sound.
-        TypeError: it is something else.
-    """
-    if value is None or value == "":
-        return []
-    listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if kinds := _media_in(listed):
-        raise UnreadMedia(kinds)
-    if not isinstance(listed, (list, tuple)) or not all(
-            isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
-            for each in listed):  # yapf: disable
-        raise TypeError(f"messages are {value!r}: expected a text, or a list of dicts with role and content, both text")
-    if any(each["role"] == "assistant" for each in listed):
-        raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws")
-    return [dict(each) for each in listed]
-
-
 def plain(step: Step) -> dict[str, Any]:
     """Return an answer as plain values.
 
     Raises:
-        TypeError, ValueError: a field has another type, or a number is not finite.
+        TypeError, ValueError: a field has another type, a number is not finite, or a picture cannot be read.
     """
     reward = None if step.reward is None else float(step.reward)
     metrics = {str(name): float(value) for name, value in (step.metrics or {}).items()}
@@ -117,8 +93,8 @@ def plain(step: Step) -> dict[str, Any]:
             raise ValueError(f"{name} is {value}, and must be a finite number")
     if step.text is not None and not isinstance(step.text, str):
         raise TypeError(f"the text of a step is {step.text!r}")
-    return {"messages": messages_of(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics,
-            "text": step.text}  # yapf: disable
+    return {"messages": plain_messages(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics,
+            "text": step.text, "images": [*map(encoded, step.images)]}  # yapf: disable
 
 
 class Server:
@@ -172,7 +148,8 @@ class Server:
         answer: dict[str, Any] = {}
         with CaptureException() as captured:
             answer = await asyncio.wait_for(getattr(session, kind)(*rest), self.limit_s)
-            if (size := len(json.dumps(answer))) > MAX_BYTES:
+            shown = check_size(answer["messages"], answer.get("images", ()))
+            if (size := len(json.dumps(answer)) - shown) > MAX_BYTES:
                 raise ValueError(f"the answer has {size} bytes, and at most {MAX_BYTES} are taken")
         if isinstance(captured.cause, asyncio.TimeoutError):
             answer = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}

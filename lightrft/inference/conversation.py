@@ -15,6 +15,7 @@ from lightrft.trainer.environment import turns_of
 from lightrft.trainer.samples import decode, sample_seed
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import text_of
 from lightrft.utils.logging import silent
 
 PIECE = 16  # tokens that are generated before they are shown
@@ -32,6 +33,7 @@ class Conversation:
     pictures: list[str] = field(default_factory=list)  # of all turns
     waiting: list[str] = field(default_factory=list)
     turns: int = 0
+    shown: list[str] = field(default_factory=list)  # pictures of the environment in the messages of the last answer
 
     def reset(self) -> None:
         """Forget all turns."""
@@ -62,8 +64,9 @@ class Conversation:
         pictures, self.waiting = [*self.pictures, *self.waiting], []
         prompt = self._prompt([*self.messages, said], pictures)
         pieces = self._pieces if self.model.environment is None else self._played
+        self.shown = []
         self.messages += [said, *(yield from pieces(prompt))]
-        self.pictures, self.turns = pictures, self.turns + 1
+        self.pictures, self.turns = [*pictures, *self.shown], self.turns + 1
 
     def _prompt(self, messages: list[Message], pictures: list[str]) -> Prompt:
         """Render and tokenize the conversation as a row of a data set."""
@@ -102,10 +105,12 @@ class Conversation:
         assert answer.play is not None, "it had an environment"
         for message in answer.play.messages:
             name = "" if message["role"] == "assistant" else f"[{message.get('name') or message['role']}] "
-            yield f"{name}{message['content']}\n"
+            yield f"{name}{text_of(message['content'])}\n"
         if answer.play.failure:
             yield f"[the environment failed: {answer.play.failure}]\n"
         decode(self.model.tokenizer, [answer], sampling.stop_token_ids)
+        begun = len(answer.prompt.media) - len(prompt.media)  # those of reset() are not in the messages
+        self.shown = [f"data:;base64,{one.data}" for one in answer.play.shown[begun:]]
         with_roles = environment is not None and environment.form is not None
         return answer.play.messages if with_roles else [{"role": "assistant", "content": answer.text}]
 

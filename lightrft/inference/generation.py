@@ -165,6 +165,6 @@ class BatchGenerator:
             found |= {"prompt": prompt.messages or prompt.text, **self.media.of(prompt.media)}
             found |= {name: value for name, value in given.items() if value}
         if sample.play is not None:
-            found |= trajectory(sample) | {"play": asdict(replace(sample.play, asked=None, parsed=[]))}
+            found |= trajectory(sample) | {"play": asdict(replace(sample.play, asked=None, parsed=[], shown=[]))}
         facts = {"data_source": prompt.data_source, "label": prompt.label, "reference": prompt.reference}
         return found | {name: value for name, value in facts.items() if value not in (None, "")}

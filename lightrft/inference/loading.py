@@ -56,7 +56,7 @@ class LoadedModel:
         tokenizer = load_tokenizer(path, config.data.chat_template)
         check_read(config.data.chat_template_kwargs, [tokenizer])  # a chat has no rows yet
         media = open_media(path, tokenizer, config.data, strategy)
-        player = player_of(open_pool(config.rollout), config.rollout, tokenizer, path)
+        player = player_of(open_pool(config.rollout), config.rollout, tokenizer, path, media)
         return cls(config, strategy, tokenizer, media, repetition_penalty, player)
 
     @property

@@ -26,7 +26,6 @@ from lightrft.models.towers import (config_value, Family, Features, least_frames
                                     of_several, of_tile_rows, of_tiles, of_levels, of_windows, OMNI_PATH, part_of,
                                     per_layer_inputs, pooled, rope_of_grids, rope_of_omni, Tower, video_of_frames)
 from lightrft.ops.logprobs import full_logits
-from lightrft.ops.segment import expand
 from lightrft.types import Experience, MediaSource, MediaTensors
 from lightrft.utils.errors import UserError
 from lightrft.utils.tensors import upload
@@ -157,7 +156,7 @@ class MediaModality(ActorModality):
         self.tokens = self.places.tokens
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         self.auto_class = AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
-        self._rope = lru_cache(POSITIONS_KEPT)(self._prompt_rope)
+        self._rope = lru_cache(POSITIONS_KEPT)(self._rope_of)
 
     def attention(self, config: PretrainedConfig) -> dict[str, str]:
         """Only the decoder is packed; a tower sees one medium at a time."""
@@ -296,25 +295,24 @@ class MediaModality(ActorModality):
     def _positions(self, exp: Experience, hf: PreTrainedModel) -> Tensor:
         """Positions [4, 1, T] of M-RoPE: the index in the sequence, and time, height and width.
 
-        What follows a prompt continues on all axes after the largest position of the prompt.
+        What follows tokens with media continues on all axes after the largest position of these.
         """
-        host = exp.host
-        tokens, prompts, media = host.token_ids.tolist(), host.prompt_lens or (), host.media or ()
-        ropes = [self._rope(hf, tuple(tokens[start:start + prompt]), keys) if keys else None
-                 for start, prompt, keys in zip(host.cu_seqlens.tolist(), prompts, media)]  # yapf: disable
-        known = torch.tensor([prompt if rope else 0 for rope, prompt in zip(ropes, prompts)])
-        shift = torch.tensor([rope[1] if rope else 0 for rope in ropes])
-        if host.before is not None:
-            before = torch.tensor(host.before)
-            shift = torch.where(before < 0, shift, shift[before])
-        positions = host.positions.expand(4, -1).clone()
-        positions[1:] += expand(shift, host.cu_seqlens)
-        positions[1:, host.positions < expand(known, host.cu_seqlens)] = torch.cat([rope[0] for rope in ropes if rope],
-                                                                                   1)
+        host, shifts = exp.host, list[int]()  # what the end of each sequence adds to its index
+        tokens, positions = host.token_ids.tolist(), host.positions.expand(4, -1).clone()
+        before = host.before or [-1] * host.num_seqs
+        for first, length, spans, prefix in zip(host.cu_seqlens.tolist(), host.lens, host.spans, before):
+            shifts.append(shifts[prefix] if prefix >= 0 else 0)
+            positions[1:, first:first + length] += shifts[-1]
+            for start, stop, keys in (span for span in spans if span.keys):
+                found, shift = self._rope(hf, tuple(tokens[first + start:first + stop]), keys)
+                positions[1:, first + start:first + stop] += found - torch.arange(stop - start)
+                positions[1:, first + stop:first + length] += shift
+                shifts[-1] += shift
         return positions[:, None]
 
-    def _prompt_rope(self, hf: PreTrainedModel, ids: tuple[int, ...], keys: tuple[str, ...]) -> tuple[Tensor, int]:
-        """Positions [3, L] of a prompt, and what follows it adds to its index on all axes."""
+    def _rope_of(self, hf: PreTrainedModel, ids: tuple[int, ...], keys: tuple[str, ...]) -> tuple[Tensor, int]:
+        """Positions [3, L] of a prompt, or of other tokens with media as if they were one, and what follows them adds
+        to its index on all axes."""
         tokens = torch.tensor(ids)
         one = torch.tensor([0, len(ids)])
         kinds = sum((i * self.places.marked(tokens, kind, one) for i, kind in enumerate(("image", "video"), 1)

@@ -212,8 +212,10 @@ class PackedLayout:
             back = query[..., None] - torch.arange(group.keys, device=device)
             seen = back >= 0
             if group.blocks >= 0:
-                ids = upload(self._with_blocks[group.blocks], device)
-                seen |= (ids[:, None] == ids[None, :]) & (ids[:, None] >= 0)
+                ids = self._with_blocks[group.blocks]
+                ids = upload(F.pad(ids, (group.keys - len(ids), 0), value=-1), device)  # a prefix has blocks of its own
+                asked = ids[group.skips[0]:, None]
+                seen |= (asked == ids) & (asked >= 0)
             self._masks[known] = (seen & (back < window) if window else seen)[:, None]
         return self._masks[known]
 

@@ -6,12 +6,13 @@ from torch import nn, Tensor
 from transformers import PretrainedConfig
 
 from lightrft.models.towers import config_value, Features, Tower
-from lightrft.ops.segment import expand, position_ids
+from lightrft.ops.segment import expand
 from lightrft.types import Experience
 from lightrft.utils.byte_cache import ByteCache
 from lightrft.utils.errors import UserError
 
 Kinds = tuple[str, ...]
+_NO_TOKEN = -2  # no id, nor what stands for one that a family lacks
 
 
 def keys_of(exp: Experience, kinds: Kinds) -> list[list[str]]:
@@ -20,7 +21,8 @@ def keys_of(exp: Experience, kinds: Kinds) -> list[list[str]]:
 
 
 class MediaPlaces:
-    """Finds the tokens of prompts that stand for media. All positions are on the CPU.
+    """Finds the tokens of sequences that stand for media, all of which are in their :attr:`Batch.spans`. All positions
+    are on the CPU.
 
     Args:
         towers: of the family, by kind of media.
@@ -47,11 +49,13 @@ class MediaPlaces:
         return list(found.values())
 
     def of(self, exp: Experience, kind: str) -> Tensor:
-        """Positions in [T] of the tokens of prompts that stand for media of ``kind``, or of its group."""
+        """Positions in [T] of the tokens that stand for media of ``kind``, or of its group."""
         host = exp.host
-        index = position_ids(host.cu_seqlens, host.num_tokens)
-        inside = index < expand(torch.tensor(host.prompt_lens), host.cu_seqlens)
-        return (inside & self.marked(host.token_ids, kind, host.cu_seqlens)).nonzero()[:, 0]
+        inside = torch.zeros(host.num_tokens, dtype=torch.bool)
+        for first, spans in zip(host.cu_seqlens.tolist(), host.spans):
+            for span in spans:
+                inside[first + span.start:first + span.stop] = True
+        return self.marked(host.token_ids.where(inside, _NO_TOKEN), kind, host.cu_seqlens).nonzero()[:, 0]
 
     def of_prompt(self, ids: list[int], kind: str) -> list[int]:
         """Indices of the tokens of one prompt that stand for media of ``kind``, or of its group."""
@@ -91,7 +95,7 @@ class MediaPlaces:
         for number, (found, some) in enumerate(zip(tokens, keys)):
             if found != (wanted := sum(features[key] for key in some)):
                 raise UserError(
-                    f"the prompt of sequence {number} of a micro-batch has {found} {' or '.join(kinds)} tokens for "
+                    f"sequence {number} of a micro-batch has {found} {' or '.join(kinds)} tokens for "
                     f"{wanted} features of {len(some)} media {', '.join(some)}: the processor is not the model's")
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lightrft.ops.segment import expand, position_ids
-from lightrft.types import Experience
+from lightrft.types import Experience, MediaSpan
 from lightrft.utils.tensors import upload
 
 
 @dataclass
 class SegmentRow(Experience):
-    """Row of segments: token ids, media and lengths of prompts as of sequences; ``before``: the segment that each one
-    continues, which itself continues none; -1: none."""
+    """Row of segments: token ids, media, their spans and lengths of prompts as of sequences; ``before``: the segment
+    that each one continues, which itself continues none; -1: none."""
     before: list[int] | None = field(default=None, metadata={"axis": "list"})  # type: ignore[misc]
 
     @property
@@ -56,7 +56,8 @@ def forward_row(exp: Experience, share: bool = True, choices: Sequence[Hashable]
 
 def _alike(host: Experience, choices: Sequence[Hashable]) -> list[list[int]]:
     """Group sequences with the same prompt and the same choice, in the order of the first of each group."""
-    cu, ids, media = host.cu_seqlens.tolist(), host.token_ids.cpu().numpy(), host.media or [()] * host.num_seqs
+    cu, ids = host.cu_seqlens.tolist(), host.token_ids.cpu().numpy()
+    media = [spans[0].keys for spans in host.spans]
     groups: dict[tuple[bytes | int, tuple[str, ...], Hashable], list[int]] = {}
     for number, (start, prompt) in enumerate(zip(cu, host.prompt_lens or [0] * host.num_seqs)):
         same = ids[start:start + prompt].tobytes() if prompt else number
@@ -70,22 +71,32 @@ def _segments(host: Experience, alike: list[list[int]]) -> tuple[SegmentRow, Ten
     Return for each sequence also where its prompt and what follows start in the row, and the tokens of a prompt that it
     shares (0: none; it is then a segment as a whole).
     """
-    prompts, media = host.prompt_lens or [0] * host.num_seqs, host.media or [()] * host.num_seqs
-    segments: list[tuple[int, int, int, tuple[str, ...]]] = []  # length, the one before, tokens of a prompt, media
+    spans = host.spans
+    segments: list[tuple[int, int, list[MediaSpan]]] = []  # length, the one before, what may have media
     places, end = torch.zeros(3, host.num_seqs, dtype=torch.long), 0
     for group in alike:
-        head, shared = end, prompts[group[0]] if len(group) > 1 else 0
+        head, shared = end, spans[group[0]][0].stop if len(group) > 1 else 0
         if shared:
-            segments.append((shared, -1, shared, media[group[0]]))
+            segments.append((shared, -1, spans[group[0]][:1]))
             end += shared
         before = len(segments) - 1
         for number in group:
             places[:, number] = torch.tensor([head, end, shared])
             if length := host.lens[number] - shared:
-                segments.append((length, before, 0, ()) if shared else (length, -1, prompts[number], media[number]))
+                segments.append((length, before, _behind(shared, spans[number])) if shared else
+                                (length, -1, spans[number]))  # yapf: disable
             end += length
-    lens, before_each, prompt_lens, keys = map(list, zip(*segments))
-    cu = torch.tensor([0, *lens]).cumsum(0).int()
-    row = SegmentRow(host.token_ids.new_zeros(end), cu, torch.zeros(end, dtype=torch.bool), media=keys,
-                     prompt_lens=prompt_lens, before=before_each)  # yapf: disable
-    return row, *places
+    return _row(segments), *places
+
+
+def _behind(shared: int, spans: list[MediaSpan]) -> list[MediaSpan]:
+    """Return the spans of what follows a prompt of ``shared`` tokens: of a sequence with an empty prompt."""
+    later = [span._replace(start=span.start - shared, stop=span.stop - shared) for span in spans[1:]]
+    return [MediaSpan(0, 0, ()), *later]
+
+
+def _row(segments: list[tuple[int, int, list[MediaSpan]]]) -> SegmentRow:
+    lens, before, spans = zip(*segments)
+    cu, ids = torch.tensor([0, *lens]).cumsum(0).int(), torch.zeros(sum(lens), dtype=torch.long)
+    return SegmentRow(ids, cu, torch.zeros_like(ids, dtype=torch.bool), before=[*before],
+                      **Experience.with_spans(spans))

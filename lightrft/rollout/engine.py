@@ -66,8 +66,9 @@ def check_episodes(episodes: Iterable[Episode], params: SamplingParams, engine: 
             raise UserError(f"a response to {name} resumes from {begun} tokens, but may have {params.max_new_tokens}; "
                             "use the --generate_max_len that it was started with")
         check_ids(name, [*prompt.token_ids, *chain.from_iterable(responses)], vocabulary)
-        if prompt.media and not takes_media:
-            raise ValueError(f"{name} has media ({', '.join(prompt.media)}); the {engine} engine takes text only")
+        media = [*prompt.media, *(key for episode in group for span in episode.media_spans for key in span.keys)]
+        if media and not takes_media:
+            raise ValueError(f"{name} has media ({', '.join(media)}); the {engine} engine takes text only")
         if longest and len(prompt.token_ids) + params.max_new_tokens > longest:
             raise UserError(f"{name}: {len(prompt.token_ids)} prompt + {params.max_new_tokens} new tokens are more "
                             f"than the {longest} that the {engine} engine was started for; raise --prompt_max_len or "

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.types import Episode, Key, Prompt, Segment
+from lightrft.types import Episode, Key, MediaSpan, Prompt, Segment
 
 
 @dataclass(eq=False)
@@ -32,6 +32,11 @@ class OpenPrompt:
     shift: int = 0
     logits: Tensor | None = None
 
+    @property
+    def span(self) -> MediaSpan:
+        """The prompt as what has its media."""
+        return MediaSpan(0, self.length, self.prompt.media)
+
 
 @dataclass(eq=False)
 class OpenResponse:
@@ -42,6 +47,7 @@ class OpenResponse:
         waits: after a stop token, for an answer.
         slot: row of the cache, where an engine has rows; -1: none.
         order: place in the order of submission.
+        shift: what media behind the prompt add to the positions after them, as of a prompt.
     """
     key: Key
     episode: Episode
@@ -50,6 +56,18 @@ class OpenResponse:
     waits: bool
     slot: int = -1
     order: int = 0
+    shift: int = 0
+
+    def spans_from(self, begin: int) -> list[MediaSpan]:
+        """Return the spans at or behind the token ``begin`` of the response, in the tokens from there on."""
+        first = self.prompt.length + begin
+        return [span._replace(start=span.start - first, stop=span.stop - first) for span in self.episode.media_spans
+                if span.start >= first]  # yapf: disable
+
+    @property
+    def after(self) -> int:
+        """Position of the first token of the response, if all its media were before it."""
+        return self.prompt.length + self.prompt.shift + self.shift
 
     @property
     def room(self) -> int:

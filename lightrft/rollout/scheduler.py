@@ -19,7 +19,7 @@ _LOOK_S = 1.0  # between two signs of life while all responses wait
 _ROUND_S = 1e-2  # between two exchanges then, of ranks that share the engine: none hears of the answers of another
 
 GroupKey = tuple[str, int]  # role and number of a prompt: the first two entries of a Key
-Turn = list[int] | None  # tokens that are given to a response before it resumes; None: it is finished
+Turn = list[int] | Segment | None  # given to a response before it resumes, perhaps with media; None: it is finished
 
 
 @runtime_checkable
@@ -324,25 +324,25 @@ class Scheduler:
         run, episode, _ = flight = self.flights[key]
         if turn is None:
             return False
-        check_ids(f"the next turn of response {episode.index} to prompt {episode.group_id}", turn,
-                  self.engine.vocabulary)
-        if len(turn) >= flight.room:
+        given, name = Segment.given(turn), f"the next turn of response {episode.index} to prompt {episode.group_id}"
+        check_ids(name, given.token_ids, self.engine.vocabulary)
+        if len(given.token_ids) >= flight.room:
             episode.finish_reason = "length"
         elif run.stopped:
-            episode.give(turn)
+            episode.give(given)
         else:
-            self._resume(key, turn)
+            self._resume(key, given)
             return True
         return False
 
-    def _resume(self, key: Key, turn: list[int]) -> None:
+    def _resume(self, key: Key, given: Segment) -> None:
         """Give a turn to the engine.
 
         Raises:
             RuntimeError: the response does not wait for it.
         """
         try:
-            self.engine.resume(key, Segment.given(turn))
+            self.engine.resume(key, given)
         except KeyError as error:
             raise RuntimeError(f"{type(self.engine).__name__} has no waiting response {tuple(key)}, which has a next "
                                "turn: responses that are submitted with waits=True wait after a stop token") from error

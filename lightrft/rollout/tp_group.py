@@ -11,7 +11,7 @@ from torch import Tensor
 from lightrft.rollout.engine import FINISH_REASONS
 from lightrft.rollout.partwise import Part
 from lightrft.strategy.mesh import Mesh
-from lightrft.types import Episode, Key, Prompt, prompt_groups
+from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
 from lightrft.utils.env import World
 
 T = TypeVar("T")
@@ -84,12 +84,15 @@ def _text(numbers: Iterable[float]) -> str:
     return bytes(map(int, numbers)).decode()
 
 
-def share_turns(turns: dict[Key, list[int] | None], group: dist.ProcessGroup | None) -> dict[Key, list[int] | None]:
-    """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective."""
+def share_turns(turns: dict[Key, list[int] | Segment | None],
+                group: dist.ProcessGroup | None) -> dict[Key, list[int] | Segment | None]:
+    """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective. Ranks
+    that share an engine append no media."""
     if group is None:
         return turns
-    records = _gather(([[*key.role.encode()], [key.group, key.index], *([] if token_ids is None else [token_ids])]
-                       for key, token_ids in turns.items()), group)  # yapf: disable
+    records = _gather(([[*key.role.encode()], [key.group, key.index],
+                        *([] if turn is None else [Segment.given(turn).token_ids])]
+                       for key, turn in turns.items()), group)  # yapf: disable
     return {Key(_text(role), *numbers): turn[0] if turn else None
             for role, numbers, *turn in chain.from_iterable(records)}  # yapf: disable
 

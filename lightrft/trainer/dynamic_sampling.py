@@ -166,6 +166,7 @@ class DynamicSource:
             self.numbers = [*dict.fromkeys(episode.group_id for episode in episodes)]
             dealt = {*self.maker.deal(self.numbers)}
             self.waiting = [episode for episode in episodes if episode.group_id in dealt]
+            self.maker.keep_shown(self.waiting)
         else:
             get_logger().warning(
                 "groups of %s samples carried over in the checkpoint are dropped: "

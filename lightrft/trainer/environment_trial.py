@@ -6,6 +6,7 @@ from lightrft.environments.play import Player
 from lightrft.rollout.scheduler import result_of
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import text_of
 
 _SHOWN = 200  # characters of a text
 
@@ -27,7 +28,10 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Iter
             episode.add([Segment(drawn, [0.0] * len(drawn), True, 0)], "stop")
             following = result_of(ask([episode])[0])
             yield _line(episode, text)
-            if not following or len(following) >= max_new_tokens - episode.response_len:
+            if following is None:
+                return
+            following = Segment.given(following)
+            if not 0 < len(following.token_ids) < max_new_tokens - episode.response_len:
                 return
             episode.give(following)
 
@@ -54,5 +58,6 @@ def _line(episode: Episode, text: str) -> str:
     return f"environment: a turn {_short(text)} is answered with {answer}{reward}"
 
 
-def _short(text: str) -> str:
+def _short(content: Any) -> str:
+    text = text_of(content)
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ...")

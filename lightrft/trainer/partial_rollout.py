@@ -161,6 +161,8 @@ class OversamplingSource:
         else:
             self.progress = {group[0].group_id: Progress.of(group) for group in carried}
             self.groups = {group[0].group_id: group for group in self.maker.deal(carried)}
+            for group in carried:
+                self.maker.keep_shown(group)
             for group in carried:  # earlier versions keep no seeds
                 for episode, seed in zip(group, group_seeds(self.config, "draw", group[0].group_id)):
                     episode.seed = seed

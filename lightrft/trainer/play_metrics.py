@@ -33,4 +33,5 @@ def _counts(episodes: Sequence[Episode]) -> tuple[Counter[str], Counter[str], in
     sums = Counter[str]()
     for play in plays:
         sums.update(play.metrics | {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s})
+        sums.update({"images": len(play.shown)} if play.shown else {})
     return causes, sums, len(plays)

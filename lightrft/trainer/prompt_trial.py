@@ -95,7 +95,8 @@ def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, el
     read = ReadPrompts()
     for split in splits:
         read.rows[split] = yield from _read(data, split, found, path, most, parts)
-    _check_engine(config, most, cuda)
+    most["image"] += config.rollout.env_images
+    _check_engine(config, +most, cuda)
     pool = open_pool(config.rollout, objects)
     read.tokenizer = yield from tokenizer_of(path, data.chat_template, elsewhere)
     if read.tokenizer is None:
@@ -104,7 +105,7 @@ def read_prompts(config: Config, splits: list[str], found: Found, cuda: bool, el
         yield from _untokenized(config, parts, found, scored)
         return read
     read.media = open_media(path, read.tokenizer, data)
-    read.environment = player_of(pool, config.rollout, read.tokenizer, path)
+    read.environment = player_of(pool, config.rollout, read.tokenizer, path, read.media)
     for split in splits:
         prompts = read.prompts[split] = _tokenized(config, split, read, scored, suffix)
         read.rows[split] = len(prompts) or read.rows[split]

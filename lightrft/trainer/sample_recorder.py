@@ -175,11 +175,19 @@ class SampleRecorder:
         limit, groups = TOKENS // max(len(responses), 1), []
         for _, members in groupby(responses, key=lambda response: response.episode.group_id):
             group = list(members)
-            prompt, rows = group[0].episode.prompt, [response.row(self.texts, limit) for response in group]
+            prompt = group[0].episode.prompt
+            rows = [response.row(self.texts, limit) | self._media_of(response.episode) for response in group]
             groups.append({"uid": prompt.uid, "prompt": shorten(prompt.text, CHARACTERS),
                            "reference": prompt.reference, "samples": rows,
                            "media": [self._shown(key) for key in prompt.media[:THUMBNAILS]]})  # yapf: disable
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
+
+    def _media_of(self, episode: Episode) -> dict[str, Any]:
+        """Return the first pictures that an environment has shown in a response."""
+        if self.media is None or episode.play is None or not episode.play.shown:
+            return {}
+        known = [*map(self.media.show, episode.play.shown[:THUMBNAILS])]  # of another rank, perhaps
+        return {"media": [self._shown(one.key) for one in known]}
 
     def _shown(self, key: str) -> str:
         """Return a picture, or the first frame of a video, as a small JPEG in a data URL; of a sound, and of what

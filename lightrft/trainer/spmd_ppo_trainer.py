@@ -61,7 +61,7 @@ def trainer_arguments(config: Config, strategy: StrategyBase, timer: Timer, func
         "config": config, "strategy": strategy, "tokenizer": tokenizer, "media": media, "timer": timer,
         "prompts": PromptsDataset(data, tokenizer, limit, media=media, tools=tools),
         "eval_prompts": PromptsDataset(data, tokenizer, limit, "eval", media, tools=tools) if config.held_out else [],
-        "environment": player_of(pool, config.rollout, tokenizer, path),
+        "environment": player_of(pool, config.rollout, tokenizer, path, media),
         "models": build_models(config, strategy, own),
         "rewards": RewardManager(config.reward, functions, setup),
         "pretraining": read_pretraining(config, tokenizer, media)
@@ -131,13 +131,13 @@ class SPMDPPOTrainer(PPOTrainer):
             "train": prompts, "eval": eval_prompts, "pretraining": pretraining}  # yapf: disable
         check_rows(models.actor, str(config.model.pretrain), tokenizer,
                    ((place_of(row.uid, split), row.token_ids) for split, some in rows.items() for row in some))
-        ready, timer = prepare_models(config, strategy, models, tokenizer, media, total), timer or Timer()
         store = media if isinstance(media, MediaStore) else None
+        environment = environment or player_of(open_pool(config.rollout), config.rollout, tokenizer,
+                                               str(config.model.pretrain), store)  # yapf: disable
+        ready, timer = prepare_models(config, strategy, models, tokenizer, media, total), timer or Timer()
         setup = ScorerSetup.of(config, strategy.device, strategy, store)
         rewards = rewards or RewardManager(config.reward, setup=setup)
         _try_rewards(config, rewards, prompts, eval_prompts)
-        environment = environment or player_of(open_pool(config.rollout), config.rollout, tokenizer,
-                                               str(config.model.pretrain))  # yapf: disable
         if isinstance(environment, Player):
             environment.check(prompts[0])
             check_turns(rewards, reward_input(prompts[0], ""), environment.role)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
-from lightrft.types.episodes import Episode
+from lightrft.types.episodes import Episode, MediaSpan
 from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_columns
 from lightrft.utils.tensors import uploads
 
@@ -75,8 +75,9 @@ class Batch:
     selected: Tensor = _per_token(torch.bool)  # what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per_token()
     token_weights: Tensor = _per_token()  # of the gradient of a token, which counts as one token all the same
-    media: list[tuple[str, ...]] | None = _declare("list", packed=True)  # keys
-    prompt_lens: list[int] | None = _declare("list", packed=True)  # later media tokens are text
+    media: list[tuple[str, ...]] | None = _declare("list", packed=True)  # keys, in the order of their tokens
+    prompt_lens: list[int] | None = _declare("list", packed=True)
+    media_spans: list[tuple[MediaSpan, ...]] | None = _declare("list", packed=True)  # behind prompts; None: there none
     extra: dict[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = HERE
     before: ClassVar[list[int] | None] = None  # no sequence continues another
@@ -147,6 +148,21 @@ class Batch:
     def lens(self) -> list[int]:
         """Number of tokens of each sequence, on the host; without a sync after :meth:`to`."""
         return self.seq_lens.tolist()
+
+    @property
+    def spans(self) -> list[list[MediaSpan]]:
+        """Tokens of each sequence that may stand for media: its prompt, and what is behind it with media. Other tokens
+        of media are text, such as those that a policy draws."""
+        prompts, media = self.prompt_lens or [0] * self.num_seqs, self.media or [()] * self.num_seqs
+        return [[MediaSpan(0, length, keys[:len(keys) - sum(len(span.keys) for span in later)]), *later]
+                for length, keys, later in zip(prompts, media, self.media_spans or [()] * self.num_seqs)]
+
+    @staticmethod
+    def with_spans(spans: Sequence[list[MediaSpan]]) -> dict[str, Any]:
+        """Return the fields of a batch whose :attr:`spans` are ``spans``."""
+        return {"media": [tuple(key for span in some for key in span.keys) for some in spans],
+                "prompt_lens": [some[0].stop for some in spans],
+                "media_spans": [tuple(some[1:]) for some in spans]}  # yapf: disable
 
     @property
     def positions(self) -> Tensor:

@@ -16,25 +16,38 @@ class Segment:
     tool or an environment.
 
     ``logprobs`` are the engine's log-probs, in nats, under the distribution that was sampled; 0 on given tokens.
+    ``media`` and ``unexpanded_ids`` of given tokens are what they are of a :class:`~lightrft.utils.prompt.Prompt`.
     """
     token_ids: list[int]
     logprobs: list[float]
     drawn: bool = True
     version: int = -1  # of given tokens
+    media: tuple[str, ...] = ()
+    unexpanded_ids: list[int] = field(default_factory=list)  # empty without media
 
     @classmethod
-    def given(cls, token_ids: list[int]) -> "Segment":
-        """Make a segment of tokens that the policy did not draw."""
-        return cls(token_ids, [0.0] * len(token_ids), False)
+    def given(cls, turn: "list[int] | Segment") -> "Segment":
+        """Make a segment of tokens that the policy did not draw; one of them is returned as it is."""
+        return turn if isinstance(turn, Segment) else cls(turn, [0.0] * len(turn), False)
 
     def extend(self, segments: list["Segment"]) -> None:
-        """Append these tokens to ``segments``; the last one becomes longer if it is of the same source."""
+        """Append these tokens to ``segments``; the last one becomes longer if it is of the same source, and neither has
+        media."""
         last = segments[-1] if segments else None
-        if last is not None and (last.drawn, last.version) == (self.drawn, self.version):
+        if last is not None and (last.drawn, last.version, last.media) == (self.drawn, self.version,
+                                                                           self.media) == (self.drawn, self.version,
+                                                                                           ()):
             segments[-1] = replace(self, token_ids=last.token_ids + self.token_ids,
                                    logprobs=last.logprobs + self.logprobs)  # yapf: disable
         elif self.token_ids:
             segments.append(self)
+
+
+class MediaSpan(NamedTuple):
+    """Tokens [start, stop) of a sequence in which tokens of media stand for the features of the media ``keys``."""
+    start: int
+    stop: int
+    keys: tuple[str, ...]
 
 
 class Key(NamedTuple):
@@ -98,13 +111,18 @@ class Episode:
         for version, run in groupby(tokens, key=itemgetter(2)):
             ids, logprobs, _ = zip(*run)
             episode.segments.append(Segment([*ids], [*logprobs], version >= 0, version))
+        for number, keys, unexpanded_ids in state.get("media", ()):
+            segment = episode.segments[number]
+            episode.segments[number] = replace(segment, media=tuple(keys), unexpanded_ids=unexpanded_ids)
         return episode
 
     def state(self) -> dict[str, Any]:
         """Return the response, as lists per token, and its score, for a checkpoint."""
         n = self.prompt_len
+        media = [(number, segment.media, segment.unexpanded_ids) for number, segment in enumerate(self.segments)
+                 if segment.media]  # yapf: disable
         return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
-                "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra,
+                "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra, "media": media,
                 "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy,
                 "seed": self.seed, "play": self.play and asdict(self.play)}  # yapf: disable
 
@@ -119,9 +137,9 @@ class Episode:
             segment.extend(self.segments)
         self.finish_reason = finish_reason
 
-    def give(self, token_ids: list[int]) -> None:
+    def give(self, turn: list[int] | Segment) -> None:
         """Append tokens that the policy did not draw, after which the response goes on."""
-        self.add([Segment.given(token_ids)])
+        self.add([Segment.given(turn)])
 
     @property
     def open(self) -> bool:
@@ -170,6 +188,16 @@ class Episode:
         return runs
 
     @property
+    def media_spans(self) -> tuple[MediaSpan, ...]:
+        """Tokens of the sequence, behind the prompt, that have media."""
+        spans, start = list[MediaSpan](), self.prompt_len
+        for segment in self.segments:
+            stop = start + len(segment.token_ids)
+            spans += [MediaSpan(start, stop, segment.media)] if segment.media else []
+            start = stop
+        return tuple(spans)
+
+    @property
     def response_ids(self) -> list[int]:
         """Tokens after the prompt."""
         return [*chain.from_iterable(segment.token_ids for segment in self.segments)]
@@ -187,8 +215,11 @@ class Episode:
             columns["rollout_logprobs"] += segment.logprobs
             columns["loss_mask"] += [segment.drawn] * length
             columns["weight_versions"] += [segment.version] * length
+        spans = self.media_spans
+        shown = tuple(key for span in spans for key in span.keys)
         return columns | {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated,
-                          "media": self.prompt.media, "prompt_lens": n}  # yapf: disable
+                          "media": self.prompt.media + shown, "media_spans": spans,
+                          "prompt_lens": n}  # yapf: disable
 
     @property
     def token_ids(self) -> list[int]:

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightrft.utils.play import Shown
+
 
 @dataclass(frozen=True)
 class MediaTensors:
@@ -38,6 +40,9 @@ class MediaSource(Protocol):
     @property
     def settings(self) -> str:
         """Hash of everything but the content that decides about the tensors of a medium."""
+
+    def show(self, picture: Shown) -> Shown:
+        """Make a picture of an environment known; return the object that keeps it known."""
 
     def open(self, key: str) -> Any:
         """Decode the medium ``key``: a Pillow picture, ``samples`` and ``rate`` of a sound, or ``frames``."""

@@ -6,6 +6,21 @@ from typing import Any
 BETWEEN = "\n"  # turns of the policy, where they are read as one text
 
 
+def text_of(content: Any) -> str:
+    """Return the text of the content of a message, with a mark where a picture is."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part.get("text") or f"<{part['type']}>" for part in content)
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Picture that an environment has shown: its ``key`` as a medium, and its encoded bytes in base64. Who reads the
+    medium by its key needs this object: the store of media keeps no picture that nobody has."""
+    key: str
+    data: str = field(repr=False)
+
+
 @dataclass
 class Play:
     """Record of the turns of an environment and a policy in one response.
@@ -23,7 +38,9 @@ class Play:
         replays: turns that were played again in a new environment, which answered in the same way.
         metrics: sums of the numbers that the environment gave.
         seed: of the environment; a response that begins again has the same.
-        asked: messages, text and tokens of the prompt before the environment added to it; None: it added nothing.
+        asked: messages, text, tokens and media of the prompt before the environment added to it; None: it added
+            nothing.
+        shown: pictures of the environment, those of the prompt first.
     """
     messages: list[dict[str, Any]] = field(default_factory=list)
     parsed: list[dict[str, Any]] = field(default_factory=list)
@@ -38,11 +55,15 @@ class Play:
     metrics: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     asked: dict[str, Any] | None = None
+    shown: list[Shown] = field(default_factory=list)
 
     @classmethod
     def load(cls, state: "dict[str, Any] | None") -> "Play | None":
         """Restore a record from the plain values of a checkpoint."""
-        return None if state is None else cls(**state | {"rewards": [(at, reward) for at, reward in state["rewards"]]})
+        if state is None:
+            return None
+        rewards = [(at, reward) for at, reward in state["rewards"]]
+        return cls(**state | {"rewards": rewards, "shown": [Shown(**one) for one in state.get("shown", ())]})
 
     @property
     def answers(self) -> list[str]:

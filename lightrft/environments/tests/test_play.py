@@ -192,7 +192,7 @@ def test_a_picture_in_an_observation_ends_the_run_with_the_remedy(player, place)
     drawn, asked = "picture" if place == "step" else "a", chat_prompt(player)
     if place == "reset":
         asked = replace(asked, columns={"hint": "picture"})
-    with pytest.raises(UserError, match="answered with image, and observations are texts. Let it describe"):
+    with pytest.raises(UserError, match="answered with image, and observations are texts without --env_images. Add "):
         played(player, Episode.group(asked, 3, [5], role=place), drawn)
 
 

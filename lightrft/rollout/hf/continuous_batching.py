@@ -29,7 +29,7 @@ from lightrft.rollout.hf.slots import ALIVE, Slots
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
 from lightrft.rollout.sampling import penalised, sample, uniforms
-from lightrft.types import Experience, Key
+from lightrft.types import Experience, Key, MediaSpan
 from lightrft.utils.tensors import upload
 from lightrft.utils.watchdog import tick
 
@@ -146,18 +146,16 @@ class Generation:
     def _prefill(self, prompts: list[OpenPrompt], slots: list[int]) -> Tensor:
         """Run each prompt once, into its prompt slot; return last-token logits [prompts, V]."""
         self.slots.seat(prompts, slots)
-        inputs = self._inputs(prompts, [prompt.prompt.token_ids for prompt in prompts])
+        inputs = self._inputs([prompt.prompt.token_ids for prompt in prompts], [[prompt.span] for prompt in prompts])
         view = Prefill(self.cache, inputs.pop("packing"), np.array(slots))
         if any(prompt.prompt.media for prompt in prompts):
-            last = inputs["position_ids"].flatten(0, -2)[-3:, view.last].amax(0)  # of four rows the first is the index
-            for prompt, position in zip(prompts, last.tolist()):
-                prompt.shift = position + 1 - prompt.length
+            for prompt, end in zip(prompts, _ends(inputs, view)):
+                prompt.shift = end - prompt.length
         return self._forward(inputs, view)
 
-    def _inputs(self, prompts: list[OpenPrompt], sequences: list[list[int]]) -> dict[str, Any]:
-        """Pack sequences that begin with ``prompts`` for one forward pass."""
-        exp = Experience.pack(sequences, prompt_lens=[prompt.length for prompt in prompts],
-                              media=[prompt.prompt.media for prompt in prompts])
+    def _inputs(self, sequences: list[list[int]], spans: list[list[MediaSpan]]) -> dict[str, Any]:
+        """Pack sequences with media in ``spans`` (:attr:`Batch.spans`) for one forward pass."""
+        exp = Experience.pack(sequences, **Experience.with_spans(spans))
         return self.modality.inputs(exp.to(self.device), self.model)
 
     def _start(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
@@ -174,10 +172,14 @@ class Generation:
         lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
         for group in _passes(lengths):
             some = [responses[i] for i in group]
-            inputs = self._inputs([response.prompt for response in some],
-                                  [response.episode.token_ids for response in some])
+            inputs = self._inputs([response.episode.token_ids for response in some],
+                                  [[response.prompt.span, *response.episode.media_spans] for response in some])
             skip = np.array([response.prompt.length for response in some])
-            logits.append(self._forward(inputs, Prefill(self.cache, inputs.pop("packing"), slots[group], skip)))
+            view = Prefill(self.cache, inputs.pop("packing"), slots[group], skip)
+            if any(response.episode.media_spans for response in some):
+                for response, end in zip(some, _ends(inputs, view)):
+                    response.shift = end - response.episode.num_tokens - response.prompt.shift
+            logits.append(self._forward(inputs, view))
         return torch.cat(logits)
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -192,25 +194,39 @@ class Generation:
         """Draw the next token of answered responses, which still have their slots."""
         responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.order), []
         self.waited = 0
+        slots = np.array([response.slot for response in responses])
         lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
         for group in _passes(lengths):
-            logits.append(self._extend([responses[i] for i in group]))
-        return self._draw(responses, np.array([response.slot for response in responses]), torch.cat(logits))
+            some, begins = [responses[i] for i in group], self.slots.count[slots[group]] - 1
+            again = self.modality.both_ways and any(map(OpenResponse.spans_from, some, begins.tolist()))
+            logits.append(self._restore(some, slots[group]) if again else self._extend(some, begins))  # which is causal
+        return self._draw(responses, slots, torch.cat(logits))
 
-    def _extend(self, responses: list[OpenResponse]) -> Tensor:
-        """Run the last drawn token of responses, and what is appended to it, into their slots; return last-token logits
-        [k, V]."""
-        slots = np.array([response.slot for response in responses])
-        begins, ends = self.slots.count[slots] - 1, _lengths(responses)
-        prompts = [response.prompt for response in responses]
+    def _extend(self, responses: list[OpenResponse], begins: np.ndarray) -> Tensor:
+        """Run the last drawn token of responses, the token ``begins`` of each, and what is appended to it, into their
+        slots; return last-token logits [k, V]."""
+        slots, prompts = np.array([response.slot for response in responses]), [each.prompt for each in responses]
+        counts = _lengths(responses) - begins
         lengths = np.array([prompt.length for prompt in prompts])
-        view = Extend(self.cache, np.array([prompt.slot for prompt in prompts]), lengths, slots, begins, ends - begins)
-        after = lengths + [prompt.shift for prompt in prompts]
-        tokens = [token for response, begin in zip(responses, begins)
-                  for token in response.episode.response_ids[begin:]]  # yapf: disable
-        positions = np.concatenate([start + np.arange(a, b) for start, a, b in zip(after, begins, ends)])
-        ids, at = (upload(values, self.device)[None] for values in (tokens, positions))
-        return self._forward({"input_ids": ids, "position_ids": at, "attention_mask": None, "use_cache": False}, view)
+        view = Extend(self.cache, np.array([prompt.slot for prompt in prompts]), lengths, slots, begins, counts)
+        return self._forward(self._appended(responses, begins, counts, view), view)
+
+    def _appended(self, responses: list[OpenResponse], begins: np.ndarray, counts: np.ndarray,
+                  view: Extend) -> dict[str, Any]:
+        """Return the inputs of the tokens from ``begins`` on, ``counts`` of each response, in one row."""
+        sequences = [response.episode.response_ids[begin:] for response, begin in zip(responses, begins)]
+        spans = [response.spans_from(begin) for response, begin in zip(responses, begins.tolist())]
+        starts = begins + [response.after for response in responses]
+        at = upload(np.repeat(starts, counts), self.device)
+        if not any(spans):
+            ids = upload([token for sequence in sequences for token in sequence], self.device)[None]
+            at = at + upload(np.concatenate([np.arange(count) for count in counts]), self.device)
+            return {"input_ids": ids, "position_ids": at[None], "attention_mask": None, "use_cache": False}
+        inputs = self._inputs(sequences, [[MediaSpan(0, 0, ()), *some] for some in spans])
+        del inputs["packing"]
+        for response, end, count in zip(responses, _ends(inputs, view), counts.tolist()):
+            response.shift += end - count
+        return inputs | {"position_ids": inputs["position_ids"] + at}
 
     # -- drawing ------------------------------------------------------------------------------------------------------
     def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
@@ -221,9 +237,8 @@ class Generation:
             drawn = [self._draw([responses[i] for i in rows], slots[rows], logits[upload(rows, self.device)])
                      for _, rows in variants]  # yapf: disable
             return [*chain.from_iterable(drawn)]
-        begun = _lengths(responses)
-        after = [response.prompt.length + response.prompt.shift for response in responses]
-        index, column, start = upload(np.stack([slots, begun, after]), self.device)
+        begun, starts = _lengths(responses), [response.after for response in responses]
+        index, column, start = upload(np.stack([slots, begun, starts]), self.device)
         state = torch.zeros_like(self.state[:, :len(slots)])
         state[_POSITION], state[_COLUMN], state[ALIVE] = start + column - 1, column - 1, 1
         if self.noise is not None:
@@ -363,6 +378,12 @@ class Generation:
 def _lengths(responses: Iterable[OpenResponse]) -> np.ndarray:
     """Numbers of tokens of responses, without their prompts."""
     return np.array([response.episode.response_len for response in responses])
+
+
+def _ends(inputs: dict[str, Any], view: Prefill | Extend) -> list[int]:
+    """Return the position after each sequence of a row."""
+    rows = inputs["position_ids"].flatten(0, -2)[-3:]  # of four rows the first is the index
+    return (rows[:, view.last].amax(0) + 1).tolist()
 
 
 def _passes(lengths: np.ndarray) -> list[np.ndarray]:

@@ -1,14 +1,18 @@
 """Environments of tests, which workers load from this file. It imports no torch."""
 import asyncio
+import io
 import os
 import random
 import subprocess
 import time
+from base64 import b64encode
 from pathlib import Path
 
 from lightrft.environments.base import Step
 
-SHOWN = [{"role": "user", "content": [{"type": "image", "image": "board.png"}, {"type": "text", "text": "look"}]}]
+PIXEL = ("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+SHOWN = [{"role": "user", "content": [{"type": "image", "image": f"data:image/png;base64,{PIXEL}"},
+                                      {"type": "text", "text": "look"}]}]  # yapf: disable
 
 
 class Echo:
@@ -108,3 +112,29 @@ class Uneven:
 
     def step(self, turn):
         return Step("go on", reward=len(turn.text), done=len(turn.text) % 3 == 0)
+
+
+class Painter:
+    """Shows a picture of a colour after each of two turns, and one at first where the row says so."""
+    colours = ("red", "green", "blue", "gray")
+
+    def reset(self, prompt, seed):
+        self.seed = seed
+        return [self._message(3, "begin")] if prompt.columns.get("hint") == "picture" else None
+
+    def step(self, turn):
+        return Step([self._message(turn.number, f"turn {turn.number}")], reward=1.0, done=turn.number == 2)
+
+    def _message(self, number, text):
+        picture = self.picture(number)
+        return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]}
+
+    def picture(self, number):
+        """A picture, its bytes or a data URI."""
+        from PIL import Image
+        picture = Image.new("RGB", (56, 84) if number % 2 else (84, 56), self.colours[number])
+        picture.paste("white", (0, 0, 8 + self.seed % 40, 20))
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        content = file.getvalue()
+        return [picture, "data:image/png;base64," + b64encode(content).decode(), picture, content][number]

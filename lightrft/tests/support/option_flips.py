@@ -283,6 +283,7 @@ _ENGINE = [name for name, option in options(Config).items() if option.read_by ==
 _LOSSES = ("cispo_absolute", "policy_drift_coef", "sapo_tau_pos", "sapo_tau_neg", "dppo_delta", "dppo_ratio_max",
            "clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio", "kl_cov_coef", "kl_cov_abs")
 SHOWN: dict[str, str] = {
+    "env_images": _E + "test_pictures.py::test_pictures_have_a_limit_and_are_forgotten_after_their_step",
     "env_timeout_s": _E + "test_pool.py::test_a_fault_costs_its_response_alone_and_no_other_waits",
     "env_workers": _E + "test_pool.py::test_sessions_have_their_own_state",
     "gradient_checkpointing": _M + "test_loader.py::test_gradient_checkpointing_is_switched_on",

@@ -1,0 +1,121 @@
+"""Messages of environments as plain values: texts, and pictures as encoded bytes in base64. Nothing here imports torch:
+worker processes import this module, and what reads pictures only when there is one."""
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightrft.environments.base import Message, UnreadMedia
+
+MAX_SHOWN_BYTES = 8 << 20  # of the pictures of one answer, in base64
+_PICTURES = ("image", "image_url", "input_image")  # types of parts
+
+
+def plain_messages(value: Any) -> list[Message]:
+    """Return messages as a list of roles and contents: a text, or with pictures a list of parts ``{"type": "text",
+    "text"}`` and ``{"type": "image", "data"}``. A text is one of the user.
+
+    Raises:
+        UnreadMedia: it has a video or a sound.
+        DataError, ValueError: a picture cannot be read, or is too large.
+        TypeError: it is something else.
+    """
+    if value is None or value == "":
+        return []
+    listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(
+            isinstance(each, dict) and isinstance(each.get("role"), str)
+            and isinstance(each.get("content"), (str, list))
+            for each in listed):  # yapf: disable
+        raise TypeError(f"messages are {value!r}: expected a text, or a list of dicts with role and content: a text, "
+                        "or a list of parts")
+    if any(each["role"] == "assistant" for each in listed):
+        raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws")
+    return [each | {"content": _content(each["content"])} for each in listed]
+
+
+def has_pictures(step: Any) -> bool:
+    """Return True if messages, or what :class:`Step` holds, have a picture, which takes a while to encode."""
+    messages = getattr(step, "messages", step)
+    contents = [each.get("content") for each in messages
+                if isinstance(each, dict)] if isinstance(messages, (list, tuple)) else []
+    return bool(getattr(step, "images", ())) or any(isinstance(content, list) for content in contents)
+
+
+def parts_of(value: Any) -> list[dict[str, Any]]:
+    """Return the parts of a value that shows pictures: a picture of Pillow, a frame [H, W, 3] of bytes, or a list of
+    parts, texts and pictures. Of others nothing."""
+    if _is_picture(value):
+        return [{"type": "image", "image": value}]
+    if not isinstance(value, (list, tuple)) or not any(
+            _is_picture(part) or isinstance(part, dict) and part.get("type") in _PICTURES for part in value):
+        return []
+    return [part if isinstance(part, dict) else {"type": "image", "image": part} if _is_picture(part) else
+            {"type": "text", "text": str(part)} for part in value]  # yapf: disable
+
+
+def _is_picture(value: Any) -> bool:
+    if type(value).__module__.startswith("PIL."):
+        return True
+    return str(getattr(value, "dtype", "")) == "uint8" and tuple(value.shape[2:]) == (3, )
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    parts = [*map(_part, content)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind in _PICTURES:
+        return {"type": "image", "data": encoded(part)}
+    if kind in ("video", "audio", "video_url", "audio_url", "input_audio"):
+        raise UnreadMedia(str(kind))
+    raise TypeError(f"a part of a message is {part!r}: expected {{'type': 'text', 'text'}} or {{'type': 'image', "
+                    "'image'}")
+
+
+def encoded(picture: Any) -> str:
+    """Return the encoded bytes of a picture in base64. It was decoded once, so that the trainer can.
+
+    Args:
+        picture: in any form that rows have (:func:`lightrft.datasets.media.find_medium`); a path is one of the worker.
+    """
+    from pathlib import Path
+
+    from lightrft.datasets.decoding import decode
+    from lightrft.datasets.media import find_medium, MediaRules
+    rules = MediaRules(Path("/"), max_bytes=MAX_SHOWN_BYTES)
+    if isinstance(value := _inside(picture), str) and Path(value[:4096]).is_file():
+        picture = Path(value).absolute()
+    medium = find_medium(picture, "image", rules, "an observation")
+    decode(medium, rules)
+    content = medium.source.read_bytes() if isinstance(medium.source, Path) else medium.source
+    assert isinstance(content, bytes), "URLs are refused"
+    return b64encode(content).decode()
+
+
+def _inside(picture: Any) -> Any:
+    """Return the path in a part of a message, if it has one."""
+    if not isinstance(picture, dict):
+        return picture
+    return next((picture[name] for name in ("image", "path") if isinstance(picture.get(name), str)), None)
+
+
+def check_size(messages: Iterable[Message], images: Sequence[str]) -> int:
+    """Return the characters of the pictures of an answer.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    size = sum(map(len, (*images, *(part.get("data", "") for part in parts))))
+    if size > MAX_SHOWN_BYTES:
+        raise ValueError(f"the pictures of the answer have {size} bytes in base64, and at most {MAX_SHOWN_BYTES} are "
+                         "taken: show smaller ones, or save them as JPEG")
+    return size
