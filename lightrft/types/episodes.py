@@ -34,9 +34,8 @@ class Segment:
         """Append these tokens to ``segments``; the last one becomes longer if it is of the same source, and neither has
         media."""
         last = segments[-1] if segments else None
-        if last is not None and (last.drawn, last.version, last.media) == (self.drawn, self.version,
-                                                                           self.media) == (self.drawn, self.version,
-                                                                                           ()):
+        one_source = last is not None and (last.drawn, last.version) == (self.drawn, self.version)
+        if last is not None and one_source and not (last.media or self.media):
             segments[-1] = replace(self, token_ids=last.token_ids + self.token_ids,
                                    logprobs=last.logprobs + self.logprobs)  # yapf: disable
         elif self.token_ids:
