@@ -127,11 +127,11 @@ def simulate(lengths: list[int], rollouts: int, slots: int, samples: int, prompt
     """Return counts of each of ``rollouts`` rollouts; each draws the order of the lengths anew."""
     most, rng, graphs = max(lengths), random.Random(seed), Counted(weights)
     groups, row = len(lengths) // samples, Prompt("", [0] * prompt, "")
-    episodes = [Episode(row, i, j, seed=samples * i + j) for i in range(groups) for j in range(samples)]
     plan = KVPlan.fit(slots * (prompt + most), [samples] * groups, prompt, most - 1, slots)
     sizes = Sizes(SamplingParams(most), 2)
     space, rows = Workspace(KVCache(SPEC, plan, CPU), sizes), []
     for _ in range(rollouts):
+        episodes = [Episode(row, i, j, seed=samples * i + j) for i in range(groups) for j in range(samples)]
         order = Lengths(rng.sample(lengths, len(lengths)), weights)
         graphs.counts.clear(), graphs.times.clear()
         if freed:

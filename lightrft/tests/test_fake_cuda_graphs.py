@@ -248,7 +248,7 @@ def test_a_capture_that_fails_keeps_no_tensor_of_its_step():
 
 
 def test_an_error_in_a_generation_frees_its_graph(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_store", lambda *args: 1 / 0)
+    monkeypatch.setattr(Scheduler, "_sorted", lambda *args: 1 / 0)
     with fake_cuda():
         model = tiny.model()
         model.set_attn_implementation("packed")

@@ -46,7 +46,7 @@ ELSEWHERE = {
     ("docs/data.md", "text", "data: "): "datasets/tests/test_columns.py",
     ("docs/data.md", "json", ""): "tests/test_docs.py",
     ("docs/sft.md", "json", ""): "tests/test_docs.py",
-    ("docs/environments.md", "bash", "bash examples/agents"): "tests/test_agent_examples.py",
+    ("docs/environments.md", "bash", "pip install -e '.[agents]'"): "tests/test_agent_examples.py",
     ("docs/environments.md", "bash", "lightrft train"): "environments/tests/test_tutorial.py",
     ("docs/environments.md", "python", "from lightrft"): "environments/tests/test_tutorial.py",
     ("docs/environments.md", "json", '{"prompt"'): "environments/tests/test_tutorial.py",

@@ -316,7 +316,8 @@ def test_plans_and_limits_read_the_decoder(rig):
     assert size.total == sum(one.numel() for one in rig.hf.parameters())
     assert shape == ModelShape(2, 64, 64, 64, 32, 2, (TowerShape("visual", 2, 32, 48, 2, 4, 2 * 3 * 14**2), ),
                                rig.hf.get_input_embeddings().num_embeddings,
-                               head_norms=any("q_norm" in name for name, _ in rig.hf.named_parameters()))
+                               head_norms=any("q_norm" in name for name, _ in rig.hf.named_parameters()),
+                               ends_alike=True)  # attention is as wide as the MLP
     device, config = Device("cpu", 8 << 30, 8 << 30), Config()
     rows = memory(config, 1, size, device, shape=shape)
     prompts = -(-16384 // 2048 // 8)  # of a micro-batch: its samples, 8 for each prompt

@@ -220,7 +220,7 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def no_orphans(folder: Path, limit_s: float = 5.0) -> bool:
+def no_orphans(folder: Path, limit_s: float = 20.0) -> bool:
     """True if every worker of ``folder`` is gone within ``limit_s``."""
     end = time.monotonic() + limit_s
     while workers(folder) and time.monotonic() < end:

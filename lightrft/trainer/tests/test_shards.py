@@ -271,8 +271,10 @@ def test_the_self_test_keeps_bound_sequences_together(tmp_path):
 
 
 def maker_of(strategy):
-    return SimpleNamespace(strategy=strategy, deal=partial(FastExperienceMaker.deal,
-                                                           SimpleNamespace(strategy=strategy)))
+    maker = SimpleNamespace(strategy=strategy, media=None)
+    maker.deal = partial(FastExperienceMaker.deal, maker)
+    maker.keep_shown = partial(FastExperienceMaker.keep_shown, maker)
+    return maker
 
 
 def unfinished(number):
