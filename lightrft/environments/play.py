@@ -248,7 +248,7 @@ class Player:
                     return
                 yield pending
                 again = pending.result()
-                if not isinstance(again, (list, Segment)) or Segment.given(again) != same[0]:
+                if not isinstance(again, (list, Segment)) or [Segment.given(again)] != same:
                     return
                 _play(episode).replays += 1
             episode.segments += same

@@ -27,7 +27,9 @@ def reward_problems(c: Config) -> Iterator[str]:
 
 def played_rewards(c: Config) -> Iterator[str]:
     """Yield that an environment is missing whose rewards are asked for."""
-    if c.rollout.environment is None and "environment" in (part.partition("=")[0] for part in c.reward.reward):
+    recipes = [part for recipe in c.reward.reward_recipe for part in recipe.partition(":")[2].split("+")]
+    if c.rollout.environment is None and "environment" in (part.partition("=")[0].strip()
+                                                           for part in (*c.reward.reward, *recipes)):
         yield "--reward environment: needs --environment FILE, whose turns have the rewards"
 
 

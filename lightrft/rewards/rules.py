@@ -113,8 +113,10 @@ def tags_score(item: RewardInput) -> Outcome:
 def environment_score(item: RewardInput) -> Outcome:
     """Give the sum of the rewards that the environment gave to the turns."""
     if item.play is None:
-        return Outcome(None, "no_environment",
-                       "the response was not played in an environment, as in a trial of the rewards")
+        return Outcome(
+            None, "no_environment",
+            "the response was not played in an environment: name one with --environment (a trial of the "
+            "rewards plays none)")
     if item.play.reward is None:
         return Outcome(None, "no_reward", "the environment gave no reward in the response")
     return Outcome(item.play.reward)

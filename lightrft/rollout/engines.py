@@ -49,7 +49,7 @@ def builder_of(name: str) -> Callable[..., "RolloutEngine"]:
     """
     if name not in ENGINES:
         raise UserError(f"unknown engine_type {name!r}; known: {', '.join(ENGINES)}")
-    module = ENGINES[name].module or f"lightrft.rollout.{name}.engine"
+    module = _module_of(name)
     if not (find_spec(module.rpartition(".")[0] or module) and find_spec(module)):
         raise UserError(f"--engine_type {name}: there is no module {module}, in which its builder build_{name}_engine "
                         "is to be (docs/contributing.md, An engine)")
@@ -115,6 +115,10 @@ def has_states(config: Any) -> bool:
     return not KINDS.isdisjoint(config_value(config.get_text_config(), "layer_types", None) or ())
 
 
+def _module_of(name: str) -> str:
+    return ENGINES[name].module or f"lightrft.rollout.{name}.engine"
+
+
 def check_states(cfg: RolloutConfig, config: Any) -> None:
     """Refuse an engine whose layers with state nobody has compared with the trainer's, for a model that has some.
 
@@ -128,6 +132,14 @@ def check_states(cfg: RolloutConfig, config: Any) -> None:
                         f"one of {others}")
 
 
+def check_family_with_states(cfg: RolloutConfig, config: Any, cuda: bool, bf16: bool) -> None:
+    """Refuse an engine that computes layers with state of the model of ``config`` in another way than the trainer, as
+    ``refuse_states`` of ``lightrft.rollout.NAME.engine`` knows. No package of an engine is needed."""
+    refuse = getattr(import_module(_module_of(cfg.engine_type)), "refuse_states", None)
+    if refuse is not None and has_states(config):
+        refuse(config, cuda, bf16)
+
+
 def check_media(cfg: RolloutConfig, config: Any, most: Mapping[str, int], causal: bool) -> None:
     """Refuse an engine that computes media of the model of ``config`` in another way than the trainer, as
     ``refuse_families`` of ``lightrft.rollout.NAME.engine`` knows. No package of an engine is needed.
@@ -136,7 +148,7 @@ def check_media(cfg: RolloutConfig, config: Any, most: Mapping[str, int], causal
         most: media of each kind in a prompt.
         causal: the engine attends backwards alone, and the model does not.
     """
-    refuse = getattr(import_module(f"lightrft.rollout.{cfg.engine_type}.engine"), "refuse_families", None)
+    refuse = getattr(import_module(_module_of(cfg.engine_type)), "refuse_families", None)
     if refuse is not None:
         refuse(config, most, causal)
 

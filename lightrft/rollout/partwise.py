@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightrft.rollout.engine import SamplingParams, check_episodes, stop_ids
 from lightrft.rollout.open_responses import opened, OpenResponse
 from lightrft.types import Episode, Key, Segment
+from lightrft.utils.errors import UserError
 from lightrft.utils.watchdog import tick
 
 
@@ -87,6 +88,7 @@ class PartwiseEngine(ABC):
         """
         self._check_ready()
         check_episodes(episodes.values(), params, self.title, self.vocabulary, self.longest, self.takes_media)
+        self._refuse_shown(key for episode in episodes.values() for span in episode.media_spans for key in span.keys)
         responses = [response for group in opened(episodes, params, waits) for response in group]
         self._open |= {response.key: response for response in responses}
         self._beginning += responses
@@ -104,11 +106,17 @@ class PartwiseEngine(ABC):
     def resume(self, key: Key, segment: Segment, params: SamplingParams | None = None) -> None:
         """Append an answer to a parked response, whose next part begins in the next round."""
         response = self._parked[key]
+        self._refuse_shown(segment.media)
         if params is not None:
             check_episodes([Episode(response.prompt.prompt, key.group, key.index, role=key.role)], params, self.title,
                            self.vocabulary, self.longest, self.takes_media)
         response.resume(segment, params)
         self._beginning.append(self._parked.pop(key))
+
+    def _refuse_shown(self, media: Iterable[str]) -> None:
+        if shown := [*media]:
+            raise UserError(f"the {self.title} engine takes media of prompts alone, and an environment has shown "
+                            f"{', '.join(shown)}: use --engine_type hf")
 
     def abort(self, keys: Iterable[Key]) -> None:
         """Let the next round cancel what is being drawn of these responses; those that wait end now."""

@@ -208,13 +208,12 @@ class Scheduler:
         Raises:
             ValueError: an episode has the key of another unfinished one, or cannot be run.
         """
-        episodes = list(episodes)
-        everyone, local = share_episodes(episodes, self.engine.group)
+        if self._aborting:  # what those have drawn must not come under the key of a new one
+            self.step()
+        everyone, local = share_episodes(episodes := list(episodes), self.engine.group)
         run = Run(self, params, next_turn)
         if not everyone:
             return run
-        if self._aborting:  # what those have drawn must not come under the key of a new one
-            self.step()
         keys = Counter([*(key for key, _ in everyone), *self.flights])
         if twice := [key for key, count in keys.items() if count > 1]:
             raise ValueError(f"two unfinished episodes have one key, {twice[0]}: give those of another caller a role "
@@ -238,7 +237,7 @@ class Scheduler:
             reported = self.engine.step()
             if reported:
                 tick()
-            elif len(self.waiting) == len(self.flights):
+            elif self.waiting and len(self.waiting) == len(self.flights):
                 self._arrived.wait(_LOOK_S if self.engine.group is None else _ROUND_S)
                 self._arrived.clear()
                 tick()

@@ -13,6 +13,7 @@ from lightrft.rollout.partwise import Part
 from lightrft.strategy.mesh import Mesh
 from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
 from lightrft.utils.env import World
+from lightrft.utils.errors import UserError
 
 T = TypeVar("T")
 Record = list[list[int]]
@@ -86,10 +87,16 @@ def _text(numbers: Iterable[float]) -> str:
 
 def share_turns(turns: dict[Key, list[int] | Segment | None],
                 group: dist.ProcessGroup | None) -> dict[Key, list[int] | Segment | None]:
-    """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective. Ranks
-    that share an engine append no media."""
+    """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective.
+
+    Raises:
+        UserError: a turn shows media, which ranks that share an engine do not exchange.
+    """
     if group is None:
         return turns
+    if shown := [key for turn in turns.values() if isinstance(turn, Segment) for key in turn.media]:
+        raise UserError(f"an environment has shown {', '.join(shown)}, and ranks that share an engine take media of "
+                        "prompts alone: use --engine_type hf")
     records = _gather(([[*key.role.encode()], [key.group, key.index],
                         *([] if turn is None else [Segment.given(turn).token_ids])]
                        for key, turn in turns.items()), group)  # yapf: disable

@@ -325,6 +325,7 @@ def test_rewards_of_an_environment_need_one(tmp_path):
     (tmp_path / "game.py").write_text("")
     needs = "--reward environment: needs --environment FILE, whose turns have the rewards"
     assert needs in problems(reward=["exact", "environment=0.5"])
+    assert needs in problems(reward_recipe=["gsm8k:exact=1+environment=1"])
     assert needs not in problems(reward=["environment"], environment=f"{tmp_path}/game.py")
 
 

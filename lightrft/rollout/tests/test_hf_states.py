@@ -8,14 +8,14 @@ from lightrft.config.schema import RolloutConfig
 from lightrft.models.activations import ModelShape
 from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.engine import SamplingParams
-from lightrft.rollout.engines import check_states
+from lightrft.rollout.engines import check_family_with_states, check_states
 from lightrft.rollout.hf import kv_cache
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.states import StateStore
 from lightrft.rollout.tests.test_hf_engine import prompts, requests, same as alike, STOPS
 from lightrft.rollout.tests.test_partial import follows, rest
 from lightrft.rollout.vllm.launch import engine_arguments
-from lightrft.rollout.vllm.states import REFUSED
+from lightrft.rollout.vllm.states import ON_CPUS, REFUSED
 from lightrft.tests.support import naive_decode, tiny
 from lightrft.tests.support.episodes import generate, Group, keyed
 from lightrft.tests.support.hybrids import REFUSED_BY_ENGINE, STORED
@@ -131,7 +131,7 @@ def test_states_take_room_of_the_cache():
 
 
 def test_engines_that_cannot_run_them_are_refused_by_name():
-    config, cpu = model("qwen3_5").config, torch.device("cpu")
+    config, cpu, refused = model("qwen3_5").config, torch.device("cpu"), REFUSED | ON_CPUS
     with pytest.raises(UserError,
                        match="--engine_type sglang: model type 'qwen3_5_text' has layers with state.* of hf, "
                        "vllm"):
@@ -140,8 +140,10 @@ def test_engines_that_cannot_run_them_are_refused_by_name():
         engine_arguments(RolloutConfig(engine_type="vllm"), config, cpu, False, World(), 9)
     for family in sorted(tiny.STATEFUL.keys() - STORED):
         with pytest.raises(UserError,
-                           match=f"vllm: model type '{family}' has .*{REFUSED.get(family, 'never compared')}"):
-            engine_arguments(RolloutConfig(engine_type="vllm"), tiny.config(family), cpu, True, World(), 9)
+                           match=f"vllm: model type '{family}' has .*{refused.get(family, 'never compared')}"):
+            check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config(family), False, True)
+    with pytest.raises(UserError, match="'jamba' .* never compared"):
+        check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config("jamba"), True, True)
     mixture = tiny.config("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(UserError, match="'granitemoehybrid' .* never compared"):
         engine_arguments(RolloutConfig(engine_type="vllm"), mixture, cpu, True, World(), 9)

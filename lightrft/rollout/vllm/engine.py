@@ -25,7 +25,7 @@ from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.rollout.vllm.parts import VLLMParts
-from lightrft.rollout.vllm.states import stored_forms
+from lightrft.rollout.vllm.states import state_arguments, stored_forms
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Episode, MediaSource, Prompt
 from lightrft.utils.errors import UserError
@@ -41,6 +41,11 @@ _OTHERWISE = {
 }
 # families whose videos are for vLLM what they are for the trainer
 WITH_VIDEOS = ("gemma4", "glm4v", "internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+def refuse_states(config: PretrainedConfig, cuda: bool, bf16: bool) -> None:
+    """Refuse models with layers with state that vLLM computes otherwise than the trainer, as its arguments do."""
+    state_arguments(config, cuda, bf16)
 
 
 def refuse_families(config: PretrainedConfig, most: Mapping[str, int], causal: bool) -> None:

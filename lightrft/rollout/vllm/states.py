@@ -14,10 +14,13 @@ _IN_BFLOAT16 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # on a CPU: vLLM's kern
 _MAMBA_2 = ("falcon_h1", "granitemoehybrid")
 _NO_LIMITS = (0.0, math.inf)
 _NO_CODE, _ON_GPUS = "vLLM has no code of its own for it", "vLLM has kernels for it on GPUs alone"
+_NEVER = "its log-probs there were never compared with those of the trainer"
 REFUSED = {
-    "bamba": _NO_CODE, "minimax": _NO_CODE, "jamba": _ON_GPUS, "kimi_linear": _ON_GPUS, "olmo_hybrid": _ON_GPUS,
+    "bamba": _NO_CODE, "minimax": _NO_CODE, "nemotron_h": "vLLM does not raise small time steps to time_step_min",
+}  # yapf: disable
+ON_CPUS = {
+    "jamba": _ON_GPUS, "kimi_linear": _ON_GPUS, "olmo_hybrid": _ON_GPUS,
     "lfm2": "vLLM computes it otherwise on a CPU, by 0.12 nats of a tiny model in float32",
-    "nemotron_h": "vLLM does not raise small time steps to time_step_min",
 }  # yapf: disable
 
 
@@ -34,7 +37,7 @@ def state_arguments(config: PretrainedConfig, cuda: bool, bf16: bool) -> dict[st
     limits = tuple(getattr(config.get_text_config(), "time_step_limit", None) or _NO_LIMITS)
     compared = family in _IN_BFLOAT16 or family in _MAMBA_2 and shape is not None and not shape.mixture
     if not compared or limits != _NO_LIMITS:
-        reason = REFUSED.get(family, "its log-probs there were never compared with those of the trainer")
+        reason = (REFUSED if cuda else REFUSED | ON_CPUS).get(family, _NEVER)
         if compared:
             reason = f"vLLM does not keep their time steps in time_step_limit {limits}"
         raise UserError(f"--engine_type vllm: model type {family!r} has layers with state, and {reason}. Use "

@@ -2,7 +2,7 @@
 from typing import Any
 
 from lightrft.models.stateful import continues
-from lightrft.rollout.vllm.states import REFUSED
+from lightrft.rollout.vllm.states import ON_CPUS, REFUSED
 from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import EVERY
 from lightrft.tests.support.strategy_ranks import KINDS, RESUMED
@@ -26,7 +26,9 @@ def in_vllm(family: str) -> str:
     """What vLLM does with a family."""
     if family in STORED:
         return f"{RIGHT}, in float32"
-    return f"{RIGHT}, in bfloat16" if family in SYNCED else f"refused: {REFUSED.get(family, 'never compared')}"
+    if family in SYNCED:
+        return f"{RIGHT}, in bfloat16"
+    return f"refused: {(REFUSED | ON_CPUS).get(family, 'never compared')}"
 
 
 def row_of(family: str) -> tuple[str, ...]:
