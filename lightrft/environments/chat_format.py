@@ -1,5 +1,7 @@
 """Turns as tokens: what the policy drew is read and never encoded again; what it reads next is encoded behind it."""
 import json
+import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,8 @@ FAMILIES = {
     "qwen3_vl": "Qwen3VLRendererConfig", "qwen3_vl_moe": "Qwen3VLRendererConfig"
 }  # yapf: disable
 _OBSERVATIONS: tuple[list[Message], ...] = ([{"role": "user", "content": "2"}], [result_of("f")])
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: a lone surrogate
+_MOST_BITS, _MOST_DEPTH = 10_000, 100  # of whole numbers, which Python writes up to 4,300 digits; of brackets
 _ERRORS = {
     "invalid_json": "the call is no valid JSON: {}", "unclosed_block": "the call has no end: {}", "missing_name":
     "the call names no tool: {}", "malformed_structure": "the call is malformed: {}", "unknown_tool":
@@ -190,6 +194,10 @@ class ChatFormat:
         if key == "content" and isinstance(value, list):
             return [{"type": "text", "text": self.neutral(part["text"])} if part["type"] == "text" else
                     {"type": part["type"]} for part in value]  # yapf: disable
+        if isinstance(value, dict):
+            return {self.neutral(name): self._safe("", inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self._safe("", inner) for inner in value]
         return self.neutral(value) if isinstance(value, str) else value
 
     def neutral(self, text: str) -> str:
@@ -205,7 +213,22 @@ def _call(parsed: "ParsedToolCall") -> ToolCall:
             arguments = json.loads(arguments)
     if not error and not isinstance(arguments or {}, dict):
         error = f"the arguments are no object: {parsed.raw[:200]}"
-    return ToolCall(str(parsed.name or ""), arguments if isinstance(arguments, dict) else {}, error, parsed.raw)
+    name = str(parsed.name or "")
+    if not _is_json([name, arguments]):
+        name, arguments = name.encode("utf-8", "replace").decode(), {}
+        error = error or ("the call has NaN, an infinite or a huge number, half a character, or brackets too deep: "
+                          f"{parsed.raw[:200]}")
+    return ToolCall(name, arguments if isinstance(arguments, dict) else {}, error, parsed.raw)
+
+
+def _is_json(value: Any, depth: int = 0) -> bool:
+    """Return True if all that reads JSON can read a value: tools, workers, and who loads the trajectories."""
+    if isinstance(value, str):
+        return not _HALF.search(value)
+    if isinstance(value, (int, float)):
+        return abs(value) < math.inf and (isinstance(value, float) or value.bit_length() <= _MOST_BITS)
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value or ()
+    return depth < _MOST_DEPTH and all(_is_json(each, depth + 1) for each in inner)
 
 
 def _unreadable(text: str) -> ToolCall:

@@ -11,8 +11,17 @@ async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any)
     """Call a function, and wait for it without holding up other sessions: in a thread, unless it is ``async``."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **keywords)
-    value = await asyncio.to_thread(function, *arguments, **keywords)
+    value = await asyncio.to_thread(without_stop, function, *arguments, **keywords)
     return await value if inspect.isawaitable(value) else value
+
+
+def without_stop(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a function in a thread. A ``StopIteration``, which no future takes, is a ``RuntimeError``, as it is in a
+    coroutine: who waits for it would wait for ever."""
+    try:
+        return function(*arguments, **keywords)
+    except StopIteration as error:
+        raise RuntimeError("the environment raised StopIteration") from error
 
 
 class MadePerRow:

@@ -24,7 +24,7 @@ def plain_messages(value: Any) -> list[Message]:
     listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)) or not all(
             isinstance(each, dict) and isinstance(each.get("role"), str)
-            and isinstance(each.get("content"), (str, list))
+            and isinstance(each.get("content"), (str, list)) and isinstance(each.get("name") or "", str)
             for each in listed):  # yapf: disable
         raise TypeError(f"messages are {value!r}: expected a text, or a list of dicts with role and content: a text, "
                         "or a list of parts")
@@ -86,12 +86,13 @@ def encoded(picture: Any) -> str:
     Args:
         picture: in any form that rows have (:func:`lightrft.datasets.media.find_medium`); a path is one of the worker.
     """
+    from os.path import isfile
     from pathlib import Path
 
     from lightrft.datasets.decoding import decode
     from lightrft.datasets.media import find_medium, MediaRules
     rules = MediaRules(Path("/"), max_bytes=MAX_SHOWN_BYTES)
-    if isinstance(value := _inside(picture), str) and Path(value[:4096]).is_file():
+    if isinstance(value := _inside(picture), str) and isfile(value):  # False of a long data URI
         picture = Path(value).absolute()
     medium = find_medium(picture, "image", rules, "an observation")
     decode(medium, rules)

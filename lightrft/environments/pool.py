@@ -89,7 +89,7 @@ class Worker:
         try:
             while True:
                 self._receive(json.loads(self._pipe.recv_bytes(_MOST_BYTES)))
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError, RecursionError):
             self.kill()  # it is gone, but not what it has started; or it wrote what is no answer
         self._lose(f"the worker process ended with exit code {self.process.returncode}")
 

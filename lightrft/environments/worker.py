@@ -11,13 +11,14 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
+from lightrft.environments import interop
 from lightrft.environments.base import EnvironmentSpec, Step, Task, Turn, UnreadMedia
 from lightrft.environments.loading import load
 from lightrft.environments.pictures import check_size, encoded, has_pictures, plain_messages
@@ -27,7 +28,8 @@ from lightrft.utils.errors import CaptureException
 
 MAX_BYTES = 1 << 20  # of one answer without its pictures: the context of a model is smaller
 _THREADS = 256  # of tools that are not async
-_THREAD_FILES = (os.path.dirname(concurrent.futures.__file__), )
+_THREAD_FILES = (os.path.dirname(concurrent.futures.__file__), interop.__file__)
+_T = TypeVar("_T")
 
 
 class Session:
@@ -77,7 +79,8 @@ class Session:
         return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, interop.without_stop, function,
+                                                                *arguments)
 
 
 def plain(step: Step) -> dict[str, Any]:
@@ -144,34 +147,58 @@ class Server:
         assert self.factory is not None, "it is loaded"
         if kind == "reset":
             self.sessions[number] = Session(self.factory)
-        session = self.sessions[number]
-        answer: dict[str, Any] = {}
-        with CaptureException() as captured:
-            answer = await asyncio.wait_for(getattr(session, kind)(*rest), self.limit_s)
-            shown = check_size(answer["messages"], answer.get("images", ()))
-            if (size := len(json.dumps(answer)) - shown) > MAX_BYTES:
-                raise ValueError(f"the answer has {size} bytes, and at most {MAX_BYTES} are taken")
-        if isinstance(captured.cause, asyncio.TimeoutError):
-            answer = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
-        elif isinstance(captured.cause, UnreadMedia):
-            answer = {"failure": "refused", "detail": str(captured.cause)}
-        elif captured.cause is not None:
-            answer = {
-                "failure": "exception", "detail": captured.text_below(__file__, *LOOP_FILES, *_THREAD_FILES)[-8000:]
-            }
-        self._send({"call": call} | answer)
+        answer = await self._within_limit(_answered(getattr(self.sessions[number], kind), rest))
+        late = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
+        self._send({"call": call} | (late if answer is None else answer))
 
     async def _close(self, number: int) -> None:
         session = self.sessions.pop(number, None)
         if session is None:
             return
-        with CaptureException():  # nobody waits for it
-            await asyncio.wait_for(session.close(), self.limit_s)
+        await self._within_limit(_caught(session.close))  # nobody waits for it
         session.forget()
+
+    async def _within_limit(self, work: Coroutine[Any, Any, _T]) -> _T | None:
+        """Return what ``work`` returns; None: it takes too long. Its own ``TimeoutError`` is another thing."""
+        task = asyncio.create_task(work)
+        if not (await asyncio.wait({task}, timeout=self.limit_s))[0]:
+            task.cancel()
+            return None
+        return task.result()
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send_bytes(json.dumps(message).encode())
+            self.pipe.send_bytes(_encoded(message))
+
+
+async def _caught(method: Callable[..., Awaitable[Any]], *arguments: Any) -> CaptureException:
+    """Call a method, and keep what it raises: a ``SystemExit`` in a task would end the loop, and all sessions."""
+    with CaptureException() as captured:
+        await method(*arguments)
+    return captured
+
+
+async def _answered(method: Callable[..., Awaitable[dict[str, Any]]], arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the answer of a session, or why there is none."""
+    with CaptureException() as captured:
+        answer = await method(*arguments)
+        shown = check_size(answer["messages"], answer.get("images", ()))
+        if (size := len(json.dumps(answer)) - shown) > MAX_BYTES:
+            raise ValueError(f"the answer has {size} bytes, and at most {MAX_BYTES} are taken")
+        return answer
+    if isinstance(captured.cause, UnreadMedia):
+        return {"failure": "refused", "detail": str(captured.cause)}
+    return {"failure": "exception", "detail": captured.text_below(__file__, *LOOP_FILES, *_THREAD_FILES)[-8000:]}
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    """Return JSON in UTF-8. Half a character (a lone surrogate), which no tokenizer takes, is a replacement character.
+    """
+    text = json.dumps(message, ensure_ascii=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def main(fd: int, parent: int) -> None:

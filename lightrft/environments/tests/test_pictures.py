@@ -181,6 +181,7 @@ def test_pictures_in_every_form(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(content)
     uri = "data:image/png;base64," + base64.b64encode(content).decode()
     forms = [content, "a.png", str(tmp_path / "a.png"), tmp_path / "a.png", uri, picture, np.asarray(picture)]
+    forms.append(uri.replace("base64,", "base64," + " " * 5000))  # longer than any path
     parts = [{"type": "image", "image": form} for form in forms]
     parts += [{"type": "image_url", "image_url": {"url": uri}}, {"type": "image", "url": uri}]
     for part in parts:
@@ -198,6 +199,7 @@ def test_pictures_in_every_form(tmp_path, monkeypatch):
     ({"type": "image", "image": "none.png"}, DataError, "no such file"),
     ({"type": "image", "image": b"\x89PNG is none"}, DataError, "an observation"),
     ({"type": "image", "image": "https://example.com/a.png"}, DataError, "downloads are off"),
+    ({"type": "image", "image": "x" * 5000}, DataError, "base64 of no known format"),
     ({"type": "image"}, DataError, "it is empty"), ({"type": "text"}, TypeError, "a part of a message is"),
     ({"type": "video", "video": "a.mp4"}, UnreadMedia, "answered with video, and observations are texts and pictures"),
     (3, TypeError, "a part of a message is 3")])  # yapf: disable

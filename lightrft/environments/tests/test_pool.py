@@ -78,6 +78,19 @@ def test_a_fault_costs_its_response_alone_and_no_other_waits(pool):
         pool.close(session)
 
 
+def test_what_a_tool_raises_is_its_own(pool):
+    """Not the end of its worker, of the loop in it, or of the time of a call; half a character is replaced."""
+    sessions, pids = opened(pool, range(2)), pool.pids
+    for text, word in [("quit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("next", "StopIteration"),
+                       ("late", "TimeoutError")]:  # yapf: disable
+        answer = step(pool, sessions[0], text, LIMIT_S)
+        assert answer.cause == "exception" and word in answer.detail
+    assert step(pool, sessions[0], "half").messages[0]["content"] == "a\ufffd b\U0001f600"
+    assert step(pool, sessions[1], "a").messages and pool.pids == pids
+    for session in sessions:
+        pool.close(session)
+
+
 def test_a_worker_that_dies_takes_its_sessions_and_is_replaced(pool):
     """So do the processes that the environment has started."""
     sessions = opened(pool, range(2))
