@@ -16,6 +16,7 @@ from lightrft.datasets.media import MediaError
 from lightrft.datasets.media_prompts import with_tokens
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
 from lightrft.environments.chat_format import ChatFormat
@@ -83,7 +84,9 @@ class PendingAnswer(Asked):
             return None
         try:
             return self._following(play, answer)
-        except MediaError as error:  # the model's processor refuses a picture
+        except DataError as error:  # the model's processor refuses a picture, or a text has no place for one
+            if not (isinstance(error, MediaError) or answer.images):
+                raise
             play.failure = "exception"
             self.player.log_once(Failure("exception", str(error)))
             return None

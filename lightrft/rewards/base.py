@@ -9,6 +9,7 @@ from lightrft.utils.score import Score  # noqa: F401  (what a reward manager mak
 
 # causes of unscored responses that lie in a server or a worker, not in the response: a later try may have a score
 TRANSIENT = ("unreachable", "http_status", "timeout", "worker_died", "shutdown")
+LARGEST = 1e15  # size of a reward: float32 holds sums of the squares of larger ones no more, and advantages become 0
 
 
 class ResponseFault(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, cast
 
-from lightrft.rewards.base import Outcome, Reward, RewardInput, REWARDS
+from lightrft.rewards.base import LARGEST, Outcome, Reward, RewardInput, REWARDS
 from lightrft.rewards.reasoning_gym import reasoning_gym
 from lightrft.rewards.references import accepted_answers, FIELDS, REFERENCE_FORM, ReferenceFormError, written_value
 from lightrft.utils.marked_answers import boxed_answers, extract_answer
@@ -119,6 +119,9 @@ def environment_score(item: RewardInput) -> Outcome:
             "rewards plays none)")
     if item.play.reward is None:
         return Outcome(None, "no_reward", "the environment gave no reward in the response")
+    if not (size := sum(abs(reward) for _, reward in item.play.rewards)) <= LARGEST:
+        return Outcome(None, "not_finite",
+                       f"the rewards of the turns are {size} in size, and at most {LARGEST:g} is taken")
     return Outcome(item.play.reward)
 
 

@@ -13,6 +13,7 @@ from lightrft.rewards.judge import JudgeForm
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.remote import ask_server
 from lightrft.rewards.reward_requests import FORMS, Reader
+from lightrft.rewards.rules import environment_score
 from lightrft.rewards.validation import check_turns
 from lightrft.tests.support import tiny
 from lightrft.tests.support.scorers import save_judge
@@ -68,6 +69,14 @@ def test_functions_of_all_signatures_and_built_in_parts(tmp_path):
     for name in names[:-1]:
         found = {key: score.parts[f"{name}/{key}"] for key in ("length", "turns", "tools")}
         assert found == {"length": len(DRAWN), "turns": 3, "tools": 1}, name
+
+
+@pytest.mark.parametrize("turns, cause", [
+    ((1.5, -0.5), None), ((1e39, 1.0), "not_finite"), ((1.5e308, ) * 2, "not_finite"), ((-9e15, 9e15), "not_finite"),
+    ((), "no_reward")])  # yapf: disable
+def test_rewards_of_turns_that_no_statistics_hold_leave_a_response_unscored(turns, cause):
+    outcome = environment_score(reward_input(PROMPT, "", Play(rewards=[*enumerate(turns)])))
+    assert (outcome.error, outcome.value) == (cause, None if cause else sum(turns))
 
 
 def test_a_judge_is_shown_the_response_and_where_it_asks_for_them_the_turns_as_json(tmp_path):

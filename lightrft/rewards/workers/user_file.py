@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lightrft.rewards.base import is_response_fault, Outcome, RewardInput
+from lightrft.rewards.base import is_response_fault, LARGEST, Outcome, RewardInput
 from lightrft.rewards.workers.event_loop import event_loop, LOOP_FILES, wait_for
 from lightrft.utils.errors import CaptureException, UserError
 
@@ -41,7 +41,6 @@ EXPECTED = (
 REMEDY = (
     "The function takes lists, so this leaves all {count} responses of the group unscored. Remedy: let it return None "
     "(unscored), a number or ResponseFault(...) (0) for the response that it cannot judge")
-LARGEST = 1e15  # size of a reward: float32 holds sums of the squares of larger ones no more, and advantages become 0
 Scorer = Callable[[list[RewardInput]], Iterator[Outcome | None]]
 """Yields one Outcome per response in order; a None restarts the deadline."""
 
