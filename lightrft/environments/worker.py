@@ -155,7 +155,7 @@ class Server:
         session = self.sessions.pop(number, None)
         if session is None:
             return
-        await self._within_limit(_caught(session.close))  # nobody waits for it
+        await self._within_limit(_ignored(session.close))  # nobody waits for it
         session.forget()
 
     async def _within_limit(self, work: Coroutine[Any, Any, _T]) -> _T | None:
@@ -171,11 +171,10 @@ class Server:
             self.pipe.send_bytes(_encoded(message))
 
 
-async def _caught(method: Callable[..., Awaitable[Any]], *arguments: Any) -> CaptureException:
-    """Call a method, and keep what it raises: a ``SystemExit`` in a task would end the loop, and all sessions."""
-    with CaptureException() as captured:
-        await method(*arguments)
-    return captured
+async def _ignored(method: Callable[[], Awaitable[Any]]) -> None:
+    """Call a method, whatever it raises."""
+    with CaptureException():
+        await method()
 
 
 async def _answered(method: Callable[..., Awaitable[dict[str, Any]]], arguments: Sequence[Any]) -> dict[str, Any]:
@@ -204,5 +203,11 @@ def _encoded(message: dict[str, Any]) -> bytes:
 def main(fd: int, parent: int) -> None:
     """Entry point of the process: ``fd`` is its end of the pipe."""
     die_with(parent, fd)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    served = loop.create_task(Server(Connection(fd)).run())
+    while not served.done():
+        with suppress(SystemExit, KeyboardInterrupt):  # of a task, such as one call of several, which keeps it too
+            loop.run_until_complete(served)
     with suppress(EOFError, ConnectionResetError):
-        asyncio.run(Server(Connection(fd)).run())
+        served.result()

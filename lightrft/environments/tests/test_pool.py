@@ -81,8 +81,9 @@ def test_a_fault_costs_its_response_alone_and_no_other_waits(pool):
 def test_what_a_tool_raises_is_its_own(pool):
     """Not the end of its worker, of the loop in it, or of the time of a call; half a character is replaced."""
     sessions, pids = opened(pool, range(2)), pool.pids
-    for text, word in [("quit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("next", "StopIteration"),
-                       ("late", "TimeoutError")]:  # yapf: disable
+    raised = {"quit": "SystemExit", "quit in a task": "SystemExit", "interrupt": "KeyboardInterrupt",
+              "next": "StopIteration", "late": "TimeoutError"}  # yapf: disable
+    for text, word in raised.items():
         answer = step(pool, sessions[0], text, LIMIT_S)
         assert answer.cause == "exception" and word in answer.detail
     assert step(pool, sessions[0], "half").messages[0]["content"] == "a\ufffd b\U0001f600"

@@ -35,12 +35,20 @@ class Faulty:
         self.turns += 1
         faults = {"hang": lambda: time.sleep(60), "raise": lambda: {}["key"], "exit": lambda: os._exit(3),
                   "flood": lambda: Step("x" * (3 << 20)), "wrong": lambda: "no step", "picture": lambda: Step(SHOWN),
-                  "quit": sys.exit, "next": lambda: next(iter(())),
+                  "quit": sys.exit, "quit in a task": self._quit, "next": lambda: next(iter(())),
                   "late": lambda: self._raise(TimeoutError), "interrupt": lambda: self._raise(KeyboardInterrupt),
                   "half": lambda: Step("a\ud83d b\ud83d\ude00"),
                   "start": lambda: Step(str(subprocess.Popen(["sleep", "60"]).pid))}  # yapf: disable
         answer = faults[turn.text]() if turn.text in faults else Step(f"{turn.text} {self.seed} {self.turns}", 0.5)
         return answer
+
+    @staticmethod
+    async def _quit():
+
+        async def one():
+            sys.exit(2)
+
+        await asyncio.gather(one())
 
     @staticmethod
     def _raise(error):
