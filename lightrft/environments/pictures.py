@@ -8,6 +8,7 @@ from lightrft.environments.base import Message, UnreadMedia
 
 MAX_SHOWN_BYTES = 8 << 20  # of the pictures of one answer, in base64
 _PICTURES = ("image", "image_url", "input_image")  # types of parts
+_CONTENTS = ("bytes", "array", "data", "base64", "image", "path", "url", "image_url", "input_image")
 
 
 def plain_messages(value: Any) -> list[Message]:
@@ -47,10 +48,16 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
     if _is_picture(value):
         return [{"type": "image", "image": value}]
     if not isinstance(value, (list, tuple)) or not any(
-            _is_picture(part) or isinstance(part, dict) and part.get("type") in _PICTURES for part in value):
+            _is_picture(part) or _is_part(part) for part in value):
         return []
     return [part if isinstance(part, dict) else {"type": "image", "image": part} if _is_picture(part) else
             {"type": "text", "text": str(part)} for part in value]  # yapf: disable
+
+
+def _is_part(value: Any) -> bool:
+    """Return True for a part of a message that holds a picture; a dict that only has its type is data."""
+    return isinstance(value, dict) and value.get("type") in _PICTURES and any(
+        value.get(name) is not None for name in _CONTENTS)  # yapf: disable
 
 
 def _is_picture(value: Any) -> bool:

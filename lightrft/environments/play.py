@@ -16,7 +16,6 @@ from lightrft.datasets.media import MediaError
 from lightrft.datasets.media_prompts import with_tokens
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rendering import Renderer
-from lightrft.datasets.rows import DataError
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
 from lightrft.environments.chat_format import ChatFormat
@@ -84,9 +83,7 @@ class PendingAnswer(Asked):
             return None
         try:
             return self._following(play, answer)
-        except DataError as error:  # the model's processor refuses a picture, or a text has no place for one
-            if not (isinstance(error, MediaError) or answer.images):
-                raise
+        except MediaError as error:  # a picture without its place, or one that the model's processor refuses
             play.failure = "exception"
             self.player.log_once(Failure("exception", str(error)))
             return None
@@ -194,7 +191,7 @@ class Player:
     def given_by(self, episode: Episode, drawn: int, answer: Step, shown: Sequence[Shown]) -> Turn:
         """Return what an answer appends behind the last ``drawn`` tokens of an episode."""
         if answer.text is not None:
-            return self.pictures.segment(answer.text, shown)
+            return self.pictures.written(answer.text, shown)
         if self.form is None:
             raise UserError(f"--environment {self.pool.spec.title} answers with messages, and its interface "
                             f"({self.pool.info.kind}) is one of text")

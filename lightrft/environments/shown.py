@@ -2,7 +2,7 @@
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightrft.datasets.media import find_medium, MediaError
+from lightrft.datasets.media import find_medium, MediaError, shorten
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rendering import Renderer
 from lightrft.environments.base import Message, Step
@@ -67,6 +67,18 @@ class Pictures:
         given = Segment.given(self._ids(expanded))
         given.media, given.unexpanded_ids = keys, self._ids(text)
         return given
+
+    def written(self, text: str, shown: Sequence[Shown]) -> list[int] | Segment:
+        """Return the text of an environment, which has the marks of the template itself, as given tokens.
+
+        Raises:
+            MediaError: it has more or fewer placeholders than pictures.
+        """
+        token: str = getattr(self.store and self.store.processor, "image_token", "")
+        if shown and (found := text.count(token)) != len(shown):
+            raise MediaError(f"the text of a step has {found} {token} for {len(shown)} images: {shorten(text)}. Write "
+                             "one for each of them")
+        return self.segment(text, shown)
 
     def _ids(self, text: str) -> list[int]:
         return self.encoder.encode_inside([text])[0]

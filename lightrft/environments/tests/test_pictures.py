@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import pickle
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +15,13 @@ from PIL import Image
 
 from lightrft.config.cli import parse_config
 from lightrft.config.options import ConfigError
-from lightrft.datasets.media import find_medium, MediaRules
+from lightrft.datasets.media import find_medium, MediaError, MediaRules
 from lightrft.datasets.rows import DataError, hold_rows
 from lightrft.datasets.shown_pictures import KnownMedia
 from lightrft.environments.base import Step, Task, ToolCall, Turn, UnreadMedia
 from lightrft.environments.games import GymnasiumGame
-from lightrft.environments.pictures import check_size, MAX_SHOWN_BYTES, plain_messages
+from lightrft.environments.pictures import check_size, encoded, MAX_SHOWN_BYTES, parts_of, plain_messages
+from lightrft.environments.play import PendingAnswer
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.environments.worker import plain
 from lightrft.preflight.validate import validate
@@ -30,7 +32,7 @@ from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.types import Episode
 from lightrft.utils.errors import UserError
-from lightrft.utils.play import Shown
+from lightrft.utils.play import Play, Shown
 
 pytest.importorskip("torchvision")
 no_picture = runs.no_picture
@@ -136,6 +138,7 @@ def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
             (one, ) = episode.play.shown
             assert one.key in (episode.prompt.media if begins else episode.media_spans[0].keys)
         keys.append({one.key for one in done.shown})
+    it_leaves_a_response_unscored_whose_text_has_no_place_for_a_picture(made.environment, done.episodes[0])
     shut(made)
     gone, here = keys[0] - keys[1], keys[1]
     gc.collect()
@@ -143,6 +146,17 @@ def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
     for key in gone:
         with pytest.raises(UserError, match="no environment of this rank has shown"):
             store.media[key]
+
+
+def it_leaves_a_response_unscored_whose_text_has_no_place_for_a_picture(player, episode):
+    picture = plain(Step(text="", images=[Image.new("RGB", (8, 8))]))["images"]
+    for text, failure in [("none", "exception"), ("<image> <image>", "exception"), ("see <image>", "")]:
+        again, answer = replace(episode, play=Play()), Future()
+        answer.set_result(Step(text=text, images=picture))
+        given = PendingAnswer(player, again, answer, 0.0, drawn=1, room=150, cut=False).result()
+        assert (given is None, again.play.failure) == (bool(failure), failure)
+    with pytest.raises(MediaError, match="the text of a step has 2 <image> for 1 images: 'a<image><image>'"):
+        player.pictures.written("a<image><image>", [Shown("image:a", *picture)])
 
 
 def test_a_picture_is_known_as_long_as_somebody_has_it():
@@ -193,6 +207,16 @@ def test_pictures_in_every_form(tmp_path, monkeypatch):
     assert plain(Step(text="<image>",
                       images=[picture]))["images"] == [plain_messages(message(parts[5]))[0]["content"][1]["data"]]
     assert plain_messages([{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}])[0]["content"] == "aa"
+    with pytest.raises(ValueError, match="a step has 1 images and no text"):
+        plain(Step("see", images=[picture]))
+
+
+def test_a_picture_in_base64_is_longer_than_the_name_of_a_file():
+    noise, file = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8), io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    text = base64.b64encode(file.getvalue()).decode()
+    assert len(text) > 1 << 14 and encoded(text) == encoded(f"data:image/png;base64,{text}") == text
+    assert encoded({"type": "image", "image": text}) == text
 
 
 @pytest.mark.parametrize("part,error,match", [
@@ -257,3 +281,4 @@ def test_frames_of_a_game_and_pictures_of_tools():
     first, second = plain_messages(step.messages)
     assert [part["type"] for part in first["content"]] == ["image"] and first["name"] == "look"
     assert [part["type"] for part in second["content"]] == ["text", "image"] and step.metrics == {"wrong_calls": 0}
+    assert not parts_of([{"type": "image", "size": 3}, {"type": "image", "image": None}]), "data without a picture"
