@@ -47,8 +47,7 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
     parts, texts and pictures. Of others nothing."""
     if _is_picture(value):
         return [{"type": "image", "image": value}]
-    if not isinstance(value, (list, tuple)) or not any(
-            _is_picture(part) or _is_part(part) for part in value):
+    if not isinstance(value, (list, tuple)) or not any(_is_picture(part) or _is_part(part) for part in value):
         return []
     return [part if isinstance(part, dict) else {"type": "image", "image": part} if _is_picture(part) else
             {"type": "text", "text": str(part)} for part in value]  # yapf: disable

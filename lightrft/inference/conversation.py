@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightrft.datasets.prompts_dataset import PromptsDataset
-from lightrft.datasets.prompt_rows import Message
+from lightrft.datasets.prompt_rows import Message, text_of
 from lightrft.datasets.rows import hold_rows, lone_surrogate
 from lightrft.inference.loading import LoadedModel
 from lightrft.models.vocabulary import check_rows
@@ -15,7 +15,6 @@ from lightrft.trainer.environment import turns_of
 from lightrft.trainer.samples import decode, sample_seed
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
-from lightrft.utils.play import text_of
 from lightrft.utils.logging import silent
 
 PIECE = 16  # tokens that are generated before they are shown
@@ -109,8 +108,7 @@ class Conversation:
         if answer.play.failure:
             yield f"[the environment failed: {answer.play.failure}]\n"
         decode(self.model.tokenizer, [answer], sampling.stop_token_ids)
-        begun = len(answer.prompt.media) - len(prompt.media)  # those of reset() are not in the messages
-        self.shown = [f"data:;base64,{one.data}" for one in answer.play.shown[begun:]]
+        self.shown = [f"data:;base64,{one.data}" for one in answer.shown]  # those of reset() are not in the messages
         with_roles = environment is not None and environment.form is not None
         return answer.play.messages if with_roles else [{"role": "assistant", "content": answer.text}]
 

@@ -7,7 +7,7 @@ from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.inference_schema import ChatConfig, InferenceTree, RECIPE, ScoreConfig
 from lightrft.config.options import show
 from lightrft.config.prompt_schema import MediaConfig
-from lightrft.config.schema import Config
+from lightrft.config.schema import Config, RolloutConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.base import Preflight
 from lightrft.preflight.engine_rules import engine_problems, missing_engine, shared_engine
@@ -43,7 +43,7 @@ class GeneratePreflight(InferencePreflight):
         """Yield the problems of scoring, output, prompts and engine."""
         c = self.config
         yield from super().problems(world_size, cuda, local_ranks)
-        yield from _scores(c.scoring)
+        yield from _scores(c.scoring, c.as_config().rollout)
         yield from _output(c)
         yield from prompts(c.as_config().data)
         if c.generates:
@@ -59,7 +59,7 @@ class EvaluatePreflight(InferencePreflight):
         c = self.config
         yield from super().problems(world_size, cuda, local_ranks)
         yield from rendering(c.data)
-        yield from _scores(c.score)
+        yield from _scores(c.score, c.as_config().rollout)
         yield from _evaluation(c)
         yield from self.engine_problems(world_size, cuda, local_ranks)
 
@@ -89,10 +89,10 @@ class ServePreflight(Preflight):
         yield from served_problems(self.config)
 
 
-def _scores(c: ScoreConfig) -> Iterator[str]:
+def _scores(c: ScoreConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Yield the problems of what scores responses, under the name that it has here."""
     yield from written_scores(c)
-    yield from map(of_scores, reward_problems(Config(reward=c.as_reward_config())))
+    yield from map(of_scores, reward_problems(Config(reward=c.as_reward_config(), rollout=rollout)))
     if RECIPE in c.score and len(c.score) > 1:
         yield (f"--score {' '.join(c.score)}: {RECIPE} means the recipe of each row, and cannot be combined with other "
                "rewards; drop one of them")

@@ -17,8 +17,8 @@ def reward_problems(c: Config) -> Iterator[str]:
     """Yield every problem of the reward models with the options of the rewards."""
     paths = {*parse_models(c.reward.reward_pretrain).values()}
     if paths and c.rollout.env_images:
-        yield (f"--env_images {c.rollout.env_images}: a model of --reward_pretrain reads no pictures of an "
-               "environment; drop one of them, or score with --reward and your own file")
+        yield (f"--env_images {c.rollout.env_images}: the reward model {', '.join(sorted(paths))} reads no pictures of "
+               "an environment; drop --reward_pretrain or --env_images, or score with --reward and your own file")
     kinds = known_kinds(paths)
     if paths and len(kinds) == len(paths):  # else those on the hub are checked when they are loaded
         from lightrft.rewards.reward_models import model_problems

@@ -2,11 +2,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lightrft.datasets.prompt_rows import text_of
 from lightrft.environments.play import Player
 from lightrft.rollout.scheduler import result_of
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
-from lightrft.utils.play import text_of
 
 _SHOWN = 200  # characters of a text
 

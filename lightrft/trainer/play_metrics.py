@@ -32,6 +32,6 @@ def _counts(episodes: Sequence[Episode]) -> tuple[Counter[str], Counter[str], in
     causes["replays"] = sum(play.replays for play in plays)
     sums = Counter[str]()
     for play in plays:
-        sums.update(play.metrics | {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s})
-        sums.update({"images": len(play.shown)} if play.shown else {})
+        images = {"images": len(play.shown)} if play.shown or "images" in play.metrics else {}
+        sums.update(play.metrics | {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s} | images)
     return causes, sums, len(plays)

@@ -183,10 +183,11 @@ class SampleRecorder:
         self._append(json_line({"step": step, "kind": kind, "groups": groups}).encode("utf-8", "replace"))
 
     def _media_of(self, episode: Episode) -> dict[str, Any]:
-        """Return the first pictures that an environment has shown in a response."""
-        if self.media is None or episode.play is None or not episode.play.shown:
+        """Return the first pictures that an environment has shown in a response; those of ``reset`` are in the prompt.
+        """
+        if self.media is None or not episode.shown:
             return {}
-        known = [*map(self.media.show, episode.play.shown[:THUMBNAILS])]  # of another rank, perhaps
+        known = [*map(self.media.show, episode.shown[:THUMBNAILS])]  # of another rank, perhaps
         return {"media": [self._shown(one.key) for one in known]}
 
     def _shown(self, key: str) -> str:

@@ -1,6 +1,7 @@
 """Steps of an episode on its way: its seed, the parameters of its sampling, its text, the input of its rewards."""
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,7 +54,7 @@ def reward_input(prompt: Prompt, response: str, play: Play | None = None) -> Rew
     begun = prefill_of(prompt.messages) or ""
     messages = prompt.messages[:-1] if begun else prompt.messages
     if play is not None:
-        play = play.begun_with(begun)
+        play = replace(play.begun_with(begun), shown=[])  # rewards read messages, without the pixels
         response = BETWEEN.join(play.answers)
     else:
         response = begun + response

@@ -5,7 +5,7 @@ from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from lightrft.utils.play import Play
+from lightrft.utils.play import Play, Shown
 from lightrft.utils.prompt import Prompt
 from lightrft.utils.score import Score
 
@@ -195,6 +195,12 @@ class Episode:
             spans += [MediaSpan(start, stop, segment.media)] if segment.media else []
             start = stop
         return tuple(spans)
+
+    @property
+    def shown(self) -> list[Shown]:
+        """Pictures that the environment has shown behind the prompt."""
+        behind = sum(len(span.keys) for span in self.media_spans)
+        return self.play.shown[-behind:] if self.play is not None and behind else []
 
     @property
     def response_ids(self) -> list[int]:

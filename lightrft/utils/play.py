@@ -6,13 +6,6 @@ from typing import Any
 BETWEEN = "\n"  # turns of the policy, where they are read as one text
 
 
-def text_of(content: Any) -> str:
-    """Return the text of the content of a message, with a mark where a picture is."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(part.get("text") or f"<{part['type']}>" for part in content)
-
-
 @dataclass(frozen=True, eq=False)
 class Shown:
     """Picture that an environment has shown: its ``key`` as a medium, and its encoded bytes in base64. Who reads the

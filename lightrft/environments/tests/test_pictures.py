@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from lightrft.config.cli import parse_config
+from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.options import ConfigError
 from lightrft.datasets.media import find_medium, MediaError, MediaRules
 from lightrft.datasets.rows import DataError, hold_rows
@@ -30,6 +31,7 @@ from lightrft.tests.support import media_runs, runs, tiny
 from lightrft.tests.support.environment_ranks import gradients, ready
 from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.sample_recorder import SampleRecorder
+from lightrft.trainer.samples import reward_input
 from lightrft.types import Episode
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play, Shown
@@ -120,8 +122,11 @@ def it_is_recorded(made, done, folder):
     recorder = SampleRecorder(folder, made.strategy, made.tokenizer, True, made.maker.media)
     recorder.rollout(1, 1, done)
     (line, ) = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    shown = json.loads(line)["groups"][0]["samples"][0]["media"]
-    assert len(shown) in (2, 3) and all(one.startswith("data:image/jpeg;base64,") for one in shown)
+    for group in json.loads(line)["groups"]:
+        prompt = next(each.prompt for each in done.episodes if each.prompt.uid == group["uid"])
+        pictures = [group["media"], *(sample["media"] for sample in group["samples"])]
+        assert [*map(len, pictures)] == [len(prompt.media), *(2 for _ in group["samples"])], "each is shown once"
+        assert all(one.startswith("data:image/jpeg;base64,") for shown in pictures for one in shown)
 
 
 def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
@@ -137,6 +142,9 @@ def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
             assert (episode.play.turns, episode.play.limit) == (1 if begins else 2, "no_room")
             (one, ) = episode.play.shown
             assert one.key in (episode.prompt.media if begins else episode.media_spans[0].keys)
+            assert episode.shown == ([] if begins else [one])
+            scored = reward_input(episode.prompt, episode.text, episode.play).play
+            assert scored.turns == episode.play.turns and not scored.shown, "no pixels go to reward workers"
         keys.append({one.key for one in done.shown})
     it_leaves_a_response_unscored_whose_text_has_no_place_for_a_picture(made.environment, done.episodes[0])
     shut(made)
@@ -177,10 +185,16 @@ def test_what_takes_no_pictures_is_refused_at_the_start(tmp_path):
         ready(tmp_path, tmp_path / "run", "Painter", prompt_data=[hold_rows(rows)], apply_chat_template=True,
               chat_template="chatml", rollout_batch_size=1, train_batch_size=2, env_images=1)  # yapf: disable
     options = {"pretrain": "m", "prompt_data": ["d"], "environment": "e.py", "env_images": 1}
+    read_none = "the reward model {} reads no pictures of an environment; drop --{} or --env_images, or score with"
     for more, match in [({"engine_type": "sglang"}, "--env_images 1: has no effect with --engine_type sglang"),
-                        ({"reward_pretrain": "rm"}, "reads no pictures of an environment")]:  # yapf: disable
+                        ({"reward_pretrain": "rm"}, read_none.format("rm", "reward_pretrain"))]:  # yapf: disable
         with pytest.raises(ConfigError, match=match):
             validate(parse_config([], defaults=runs.BASE | options | more).config, 1)
+    model, others = str(tmp_path / "model"), {name: options[name] for name in ("environment", "env_images")}
+    asked = parse_config(["--pretrain", model, "--eval_data", "d", "--score", model], defaults=others,
+                         tree=EvaluateConfig).config  # yapf: disable
+    with pytest.raises(ConfigError, match=read_none.format(model, "score")):
+        validate(asked, 1)
 
 
 def message(part):

@@ -28,7 +28,7 @@ from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import reward_input
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
-from lightrft.utils.play import Play
+from lightrft.utils.play import Play, Shown
 
 no_picture = runs.no_picture
 FILE = environments.__file__
@@ -263,10 +263,11 @@ def test_rows_of_another_environment_are_not_resumed(home, tmp_path):
 
 def test_numbers_of_an_environment_do_not_count_as_those_of_the_library():
     plays = [
-        Play(turns=2, metrics={"turns": 9.0, "responses": 5.0, "max_turns": 7.0, "score": -1.0}),
-        Play(limit="max_turns")
+        Play(turns=2, metrics={"turns": 9.0, "responses": 5.0, "max_turns": 7.0, "score": -1.0, "images": 6.0}),
+        Play(limit="max_turns", shown=[Shown("image:a", "")] * 3)
     ]
     episodes = [Episode(Prompt("u", [1], ""), 0, i, play=play) for i, play in enumerate(plays)]
     metrics = play_metrics(episodes, SingleProcessStrategy())
     assert (metrics["env/turns/mean"], metrics["env/max_turns"], metrics["env/timeout"]) == (1, 1, 0)
+    assert metrics["env/images/mean"] == 1.5
     assert (metrics["env/responses/mean"], metrics["env/max_turns/mean"], metrics["env/score/mean"]) == (2.5, 3.5, -0.5)
