@@ -51,10 +51,13 @@ def chat(parsed: ParsedConfig) -> None:
                      repetition_penalty=parsed.config.engine.repetition_penalty)
 
     def rehearse(strategy: "StrategyBase", reads: Sequence["ReadPrompts"]) -> None:
-        opened(strategy).prepare()
+        model = opened(strategy)
+        Conversation.check(model)
+        model.prepare()
 
     with training_session(parsed, trial=TrialContext(rehearse=rehearse)) as session:
         model = opened(session.strategy)
+        Conversation.check(model)
         engine = model.start()
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # talk() refuses a line that is not UTF-8

@@ -14,7 +14,8 @@ LIMITS = ("no_room", "max_turns", "open_thought")
 
 @dataclass(frozen=True)
 class Task:
-    """Row of the data, as an environment reads it: the fields of :class:`lightrft.types.Prompt` that are no tokens."""
+    """Row of the data, as an environment reads it: the fields of :class:`lightrft.types.Prompt` that are no tokens; and
+    ``env_images``, the most pictures that it may show in the response."""
     uid: str
     text: str
     messages: list[Message] = field(default_factory=list)
@@ -22,6 +23,7 @@ class Task:
     label: str = ""
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
+    env_images: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,17 @@ class Failure:
     detail: str = ""
 
 
+_DESCRIBE = "Let it describe what it shows, or put the medium into the prompt of the row"
+
+
 class UnreadMedia(TypeError):
-    """An environment answers with a video or a sound, which are no part of observations: the run ends.
+    """An environment answers with a video or a sound, which are no part of observations, or with an array that is no
+    picture as it is: the run ends.
 
     Args:
         kind: of the medium.
+        remedy: what to do, as a sentence.
     """
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(
-            f"an environment answered with {kind}, and observations are texts and pictures. Let it describe what it "
-            "shows, or put the medium into the prompt of the row")
+    def __init__(self, kind: str, remedy: str = _DESCRIBE) -> None:
+        super().__init__(f"an environment answered with {kind}, and observations are texts and pictures. {remedy}")

@@ -4,25 +4,28 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from lightrft.environments.base import Message, Step, Task, Turn
+from lightrft.environments.base import Message, Step, Task, Turn, UnreadMedia
 from lightrft.environments.interop import called, extra_info, MadePerRow, number, numbers, row_of
-from lightrft.environments.pictures import parts_of
+from lightrft.environments.pictures import is_frame, parts_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours of a terminal
+_FRAME = "Let observe() return it as PIL.Image.fromarray(frame), with --env_images N, or describe it"
 
 
 class GymnasiumGame:
     """A ``gymnasium.Env`` or ``Wrapper`` with ``act(text)``: it returns the action that a text means, or None.
 
-    What the policy reads is what ``render()`` writes with the render mode "ansi", or shows with "rgb_array", else the
-    observation: a frame as a picture, others as text. An optional ``observe(observation)`` writes or shows another one.
+    What the policy reads is what ``render()`` writes with the render mode "ansi", or shows with "rgb_array" if pictures
+    may be shown, else the observation: a frame as a picture, others as text. An optional ``observe(observation)``
+    writes or shows another one.
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner, self.modes = inner, ("ansi", )
 
     def reset(self, prompt: Task, seed: int) -> str | list[Message]:
         """Begin with the seed; return the first observation."""
+        self.modes = ("ansi", "rgb_array") if prompt.env_images else ("ansi", )
         observation, _ = self.inner.reset(seed=seed)
         return self._shown(observation)
 
@@ -43,9 +46,11 @@ class GymnasiumGame:
         shown = observation
         if hasattr(self.inner, "observe"):
             shown = self.inner.observe(observation)
-        elif getattr(self.inner, "render_mode", None) in ("ansi", "rgb_array"):
+        elif getattr(self.inner, "render_mode", None) in self.modes:
             shown = self.inner.render()
         parts = parts_of(shown)
+        if not parts and is_frame(shown):
+            raise UnreadMedia(f"an array {shown.dtype} {[*shown.shape]}", _FRAME)
         return [{"role": "user", "content": parts}] if parts else _ANSI.sub("", str(shown)).strip()
 
 

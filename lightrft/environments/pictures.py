@@ -8,6 +8,7 @@ from lightrft.environments.base import Message, UnreadMedia
 
 MAX_SHOWN_BYTES = 8 << 20  # of the pictures of one answer, in base64
 _PICTURES = ("image", "image_url", "input_image")  # types of parts
+_BOARD = 8  # side of an array that may be one of numbers
 _CONTENTS = ("bytes", "array", "data", "base64", "image", "path", "url", "image_url", "input_image")
 
 
@@ -63,6 +64,12 @@ def _is_picture(value: Any) -> bool:
     if type(value).__module__.startswith("PIL."):
         return True
     return str(getattr(value, "dtype", "")) == "uint8" and tuple(value.shape[2:]) == (3, )
+
+
+def is_frame(value: Any) -> bool:
+    """Return True for an array that looks like a picture: bytes [H, W] or [H, W, C], larger than boards of games."""
+    shape = tuple(getattr(value, "shape", ()))
+    return str(getattr(value, "dtype", "")) == "uint8" and len(shape) in (2, 3) and min(shape[:2]) > _BOARD
 
 
 def _content(content: Any) -> Any:

@@ -269,7 +269,7 @@ class Player:
             episode.prompt = replace(episode.prompt, **asked | media)
         episode.play, episode.segments, prompt = play, [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
-                    prompt.columns)  # yapf: disable
+                    prompt.columns, self.pictures.most)  # yapf: disable
         session, future = self.pool.reset(task, play.seed ^ _APART)
         self._sessions[episode.key] = play, session
         return future

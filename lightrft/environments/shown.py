@@ -46,7 +46,7 @@ class Pictures:
         if found and not self.most:
             raise UserError("an environment answered with image, and observations are texts without --env_images. Add "
                             "--env_images N, the most pictures in a response, for a model that takes pictures, or let "
-                            "the environment describe what it shows")
+                            "the environment describe what it shows (a game of gymnasium: in observe())")
         return [self._known.show(_shown(data, self._known)) for data in found]
 
     @property

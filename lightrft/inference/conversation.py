@@ -34,6 +34,19 @@ class Conversation:
     turns: int = 0
     shown: list[str] = field(default_factory=list)  # pictures of the environment in the messages of the last answer
 
+    @staticmethod
+    def check(model: LoadedModel) -> None:
+        """Refuse an environment that shows pictures in a text: the next turn would render their tokens as text.
+
+        Raises:
+            UserError: there is one.
+        """
+        player = model.environment
+        if player is not None and player.form is None and player.pictures.most:
+            raise UserError(f"--env_images {player.pictures.most}: a chat keeps pictures in messages, and "
+                            f"--environment {player.pool.spec.title} ({player.pool.info.kind}) writes a text. Drop "
+                            "--env_images, or let it answer with messages")
+
     def reset(self) -> None:
         """Forget all turns."""
         self.messages, self.pictures, self.waiting = [], [], []

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import pickle
+from copy import copy
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -25,6 +26,8 @@ from lightrft.environments.pictures import check_size, encoded, MAX_SHOWN_BYTES,
 from lightrft.environments.play import PendingAnswer
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.environments.worker import plain
+from lightrft.inference.conversation import Conversation
+from lightrft.inference.loading import LoadedModel
 from lightrft.preflight.validate import validate
 from lightrft.rollout.scheduler import generate
 from lightrft.tests.support import media_runs, runs, tiny
@@ -140,6 +143,7 @@ def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
         for episode in done.episodes:
             begins = bool(episode.prompt.columns.get("hint"))
             assert (episode.play.turns, episode.play.limit) == (1 if begins else 2, "no_room")
+            assert episode.finish_reason == "stop", "there was room for tokens"
             (one, ) = episode.play.shown
             assert one.key in (episode.prompt.media if begins else episode.media_spans[0].keys)
             assert episode.shown == ([] if begins else [one])
@@ -147,6 +151,7 @@ def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
             assert scored.turns == episode.play.turns and not scored.shown, "no pixels go to reward workers"
         keys.append({one.key for one in done.shown})
     it_leaves_a_response_unscored_whose_text_has_no_place_for_a_picture(made.environment, done.episodes[0])
+    a_chat_with_an_environment_of_text_is_refused(made)
     shut(made)
     gone, here = keys[0] - keys[1], keys[1]
     gc.collect()
@@ -165,6 +170,14 @@ def it_leaves_a_response_unscored_whose_text_has_no_place_for_a_picture(player, 
         assert (given is None, again.play.failure) == (bool(failure), failure)
     with pytest.raises(MediaError, match="the text of a step has 2 <image> for 1 images: 'a<image><image>'"):
         player.pictures.written("a<image><image>", [Shown("image:a", *picture)])
+
+
+def a_chat_with_an_environment_of_text_is_refused(made):
+    model = LoadedModel(made.config, made.strategy, made.tokenizer, made.maker.media, 1.0, copy(made.environment))
+    Conversation.check(model)
+    model.environment.form = None
+    with pytest.raises(UserError, match="--env_images 1: a chat keeps pictures in messages, and --environment .*Paint"):
+        Conversation.check(model)
 
 
 def test_a_picture_is_known_as_long_as_somebody_has_it():
@@ -274,12 +287,20 @@ class Room:
 
 
 def test_frames_of_a_game_and_pictures_of_tools():
-    game = GymnasiumGame(Room())
-    frames = [game.reset(Task("u", "text"), 0), game.step(Turn("on")).messages]
+    game, text = GymnasiumGame(Room()), Task("u", "text")
+    assert [game.reset(text, 0), game.step(Turn("on")).messages] == ["0", "1"], "nobody has asked for pictures"
+    frames = [game.reset(replace(text, env_images=2), 0), game.step(Turn("on")).messages]
     for number, messages in enumerate(frames):
         ((role, content), ) = ((message["role"], message["content"]) for message in plain_messages(messages))
         shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(content[0]["data"]))))
         assert role == "user" and shown.shape == (4, 6, 3) and (shown == 40 * number).all()
+
+    for shape in [(84, 84), (84, 84, 1), (84, 84, 4)]:
+        game.inner.observe = lambda place, shape=shape: np.zeros(shape, np.uint8)
+        with pytest.raises(UnreadMedia, match=r"an array uint8 \[84, 84.*Let observe\(\) return it as PIL"):
+            game.step(Turn("on"))
+    game.inner.observe = lambda place: np.eye(2, dtype=np.uint8)
+    assert game.step(Turn("on")).messages == "[[1 0]\n [0 1]]"
 
     def look(what: str):
         """Show something.
