@@ -21,7 +21,8 @@ class GymnasiumGame:
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.modes = inner, ("ansi", )
+        self.inner = inner
+        self.modes: tuple[str, ...] = ("ansi", )
 
     def reset(self, prompt: Task, seed: int) -> str | list[Message]:
         """Begin with the seed; return the first observation."""

@@ -96,7 +96,7 @@ def plain(step: Step) -> dict[str, Any]:
             raise ValueError(f"{name} is {value}, and must be a finite number")
     if step.text is not None and not isinstance(step.text, str):
         raise TypeError(f"the text of a step is {step.text!r}")
-    if step.images and step.text is None:
+    if step.images and step.text is None and not step.done:
         raise ValueError(f"a step has {len(step.images)} images and no text, whose placeholders they fill. Give it a "
                          "text, or write them as parts of its messages")
     return {"messages": plain_messages(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics,

@@ -236,6 +236,7 @@ def test_pictures_in_every_form(tmp_path, monkeypatch):
     assert plain_messages([{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}])[0]["content"] == "aa"
     with pytest.raises(ValueError, match="a step has 1 images and no text"):
         plain(Step("see", images=[picture]))
+    assert plain(Step(reward=1.0, done=True, images=[picture]))["done"], "nobody reads the pictures of the end"
 
 
 def test_a_picture_in_base64_is_longer_than_the_name_of_a_file():
