@@ -122,7 +122,7 @@ class MediaStore:
         return keys
 
     def show(self, picture: Shown) -> Shown:
-        """Implement :meth:`~lightrft.types.MediaSource.show`."""
+        """Make a picture of an environment known; return the object that keeps it known."""
         return self.media.show(picture)
 
     def adopt(self, other: "MediaStore", keys: Iterable[str]) -> tuple[str, ...]:

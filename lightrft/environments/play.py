@@ -36,7 +36,7 @@ _LOOK_S = 1.0  # between two signs of life while resets are waited for
 
 @dataclass(frozen=True)
 class Asked:
-    """What the environment of ``episode`` was asked at a time."""
+    """Call of the environment of ``episode``, made at the time ``asked``."""
     player: "Player"
     episode: Episode
     answer: "Future[Answer]"

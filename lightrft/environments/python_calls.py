@@ -33,7 +33,7 @@ class PythonCalls:
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None,
                        prompt_ids: list[int] | None = None) -> "ParsedResponse":
-        """See :class:`~lightrft.environments.call_forms.CallForm`."""
+        """Parse a turn, as a :class:`~lightrft.environments.call_forms.CallForm` does."""
         from renderers import ParsedResponse
         thoughts, text = self.turns.parted(token_ids)
         content, blocks = self._blocks(text, bool(tools))
