@@ -177,8 +177,8 @@ class Episode:
 
     @property
     def runs(self) -> list[tuple[bool, int, int]]:
-        """Runs of tokens of the response from one source: whether the policy drew them, start and stop in the sequence.
-        """
+        """Runs of tokens of the response from one source, each with whether the policy drew them, start and stop in the
+        sequence."""
         runs, start = list[tuple[bool, int, int]](), self.prompt_len
         for drawn, segments in groupby(self.segments, key=attrgetter("drawn")):
             stop = start + sum(len(segment.token_ids) for segment in segments)
