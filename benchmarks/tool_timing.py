@@ -9,8 +9,6 @@ differs, so responses should be the same. From the first token on that differs, 
 different. The chain of a response is the sum of its latencies; a rollout cannot take less than the longest one.
 ``--out`` adds the runs to those of a file.
 """
-import argparse
-import json
 import random
 import tempfile
 import time
@@ -20,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turns import Case
+from turns import Case, parser_of, record
 
 from lightrft.environments.base import EnvironmentSpec, Step, Task, Turn
 
@@ -86,14 +84,10 @@ def row(title: str, runs: list[dict[str, float]]) -> str:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    defaults = {"responses": 32, "tokens": 96, "stops": 12, "runs": 2, "hidden": 128, "layers": 2}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = parser_of(__doc__, responses=32, tokens=96, stops=12, runs=2, hidden=128, layers=2)
     parser.add_argument("--engine", choices=("hf", "vllm", "sglang"), default="hf")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--latency_s", type=float, default=20.0, help="longest while of one answer")
-    parser.add_argument("--out", type=Path, help="JSON file of all runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         case = Case(Path(folder) / "model", args, EnvironmentSpec(__file__, "Late"), args.bf16)
@@ -105,9 +99,7 @@ def main() -> None:
             case.engine.shutdown()
     title = f"{args.engine}, {'bfloat16' if args.bf16 else 'float32'}, {args.responses} responses"
     print(HEADER, row(title, runs), sep="\n")
-    if args.out:
-        recorded = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps(recorded | {title: runs}, indent=1) + "\n")
+    record(args.out, title, runs)
 
 
 if __name__ == "__main__":

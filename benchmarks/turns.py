@@ -127,14 +127,26 @@ def row(title: str, pairs: list[dict[str, float]]) -> str:
     return f"| {' | '.join([*cells, format(median['worker'], '.2f')])} |"
 
 
+def parser_of(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with the first line of ``doc``, options of whole numbers, and that of the record."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    for name, value in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, help="JSON file of all runs")
+    return parser
+
+
+def record(path: Path | None, title: str, runs: list[Any]) -> None:
+    """Write the runs of a row into the record, in place of earlier ones."""
+    if path is not None:
+        recorded = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(recorded | {title: runs}, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    defaults = {"responses": 64, "tokens": 256, "stops": 3, "pairs": 3, "hidden": 256, "layers": 4}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = parser_of(__doc__, responses=64, tokens=256, stops=3, pairs=3, hidden=256, layers=4)
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
-    parser.add_argument("--out", type=Path, help="JSON file of all pairs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         case = Case(Path(folder) / "model", args, EnvironmentSpec(__file__, "Answers"))
@@ -144,9 +156,7 @@ def main() -> None:
         case.engine.shutdown()
     title = f"{args.engine}, {case.size / 1e6:.1f}M parameters, {args.responses} responses"
     print(HEADER, row(title, pairs), sep="\n")
-    if args.out:
-        runs = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps(runs | {title: pairs}, indent=1) + "\n")
+    record(args.out, title, pairs)
 
 
 if __name__ == "__main__":

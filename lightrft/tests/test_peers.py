@@ -90,21 +90,23 @@ def test_the_page_shows_the_recorded_steps_of_grpo() -> None:
     assert set(re.findall(r"\b\d+\.\d\d\b", claim)) == medians - {"1.00"}
 
 
-def test_the_page_shows_the_recorded_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def shown_rows(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The record of benchmarks/NAME.py, of which the page has all rows, at least ``least``."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    turns = importlib.import_module("turns")
-    found, page = recorded("turns.json")
-    rows = [turns.row(title, pairs) for title, pairs in found.items()]
-    assert len(rows) >= 3 and all(row in page for row in (*turns.HEADER.splitlines(), *rows)), rows
+    benchmark = importlib.import_module(name)
+    found, page = recorded(f"{name}.json")
+    rows = [benchmark.row(title, runs) for title, runs in found.items()]
+    assert len(rows) >= least and all(row in page for row in (*benchmark.HEADER.splitlines(), *rows)), rows
+    return found
+
+
+def test_the_page_shows_the_recorded_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown_rows("turns", 3, monkeypatch)
 
 
 def test_the_page_shows_what_the_timing_of_tools_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token of the HF engine in float32; of other engines and dtypes, what the record has counted."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    timing = importlib.import_module("tool_timing")
-    found, page = recorded("tool_timing.json")
-    rows = [timing.row(title, runs) for title, runs in found.items()]
-    assert len(rows) >= 2 and all(row in page for row in (*timing.HEADER.splitlines(), *rows)), rows
+    found = shown_rows("tool_timing", 2, monkeypatch)
     exact, = (runs for title, runs in found.items() if title.startswith("hf, float32"))
     assert not any(one["tokens"] for one in exact)
 
