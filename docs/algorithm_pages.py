@@ -2,7 +2,7 @@
 
     python docs/algorithm_pages.py
 
-writes the table of ``docs/algorithms.md`` again.
+writes the tables of ``docs/algorithms.md`` and ``docs/recipes.md`` again.
 
 The text and the formula of a page are written by hand. The page includes its generated part, which has one section for
 each advantage estimator, policy loss, correction and recipe with the name of the page.
@@ -26,8 +26,9 @@ from lightrft.config.options import show  # noqa: E402
 from lightrft.config.presets import RECIPES  # noqa: E402
 from lightrft.config.schema import Config  # noqa: E402
 from lightrft.config.tree import options  # noqa: E402
+from lightrft.preflight.report import recipe_table, semantics_table  # noqa: E402
 
-INDEX = HERE / "algorithms.md"
+TABLES = [HERE / "algorithms.md", HERE / "recipes.md"]
 FIELDS = ("equation", "paper", "degenerate", "deviation")
 
 
@@ -128,9 +129,11 @@ def index() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_index(text: str) -> str:
-    """Return the text of ``algorithms.md`` with the table between its marks."""
-    return re.sub(r"(?<=<!-- algorithms -->\n).*(?=<!-- /algorithms -->)", lambda _: index(), text, flags=re.DOTALL)
+def with_tables(text: str) -> str:
+    """Return the text of a page with every generated table between its marks."""
+    for name, table in {"algorithms": index, "recipes": recipe_table, "semantics": semantics_table}.items():
+        text = re.sub(rf"(?<=<!-- {name} -->\n).*(?=<!-- /{name} -->)", lambda _: table(), text, flags=re.DOTALL)
+    return text
 
 
 def draw(folder: Path) -> None:
@@ -152,4 +155,5 @@ def _linked(text: str) -> str:
 
 
 if __name__ == "__main__":
-    INDEX.write_text(with_index(INDEX.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in TABLES:
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -29,7 +29,7 @@ napoleon_use_rtype = False
 
 def _tables() -> dict[str, str]:
     from algorithm_pages import pages
-    from lightrft.preflight.report import option_table, recipe_table, semantics_table
+    from lightrft.preflight.report import option_table
     from lightrft.cli.offline import OFFLINE
     from lightrft.config.evaluate_schema import EvaluateConfig
     from lightrft.config.generate_schema import GenerateConfig
@@ -40,8 +40,7 @@ def _tables() -> dict[str, str]:
         "options.md": option_table(Config), **{
             f"{name}_options.md": option_table(command.tree) for name, command in OFFLINE.items()
         }, "generate_options.md": option_table(GenerateConfig), "evaluate_options.md": option_table(EvaluateConfig),
-        "chat_options.md": option_table(ChatConfig), "serve_rm_options.md": option_table(ServeConfig), "recipes.md":
-        recipe_table(), "semantics.md": semantics_table(),
+        "chat_options.md": option_table(ChatConfig), "serve_rm_options.md": option_table(ServeConfig),
         **{f"algorithms/{page}.md": text for page, text in pages().items()}
     }
 

@@ -1,6 +1,7 @@
 """``examples/agents``: each trains; end to end, a model that was taught a bad habit learns from its environment."""
 import json
 import re
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,13 @@ def test_each_trains(name, agents, tmp_path, monkeypatch):
     data = f"--pretrain {tmp_path}/base --prompt_data {tmp_path}/data/train.parquet --save_path {tmp_path}"
     Program(str(AGENTS / "train_colocate.py"), []).run(f"{data} {TINY}".split())
     assert [line["reward/unscored"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 0]
+
+
+@pytest.mark.parametrize("words, named", [([], "(no word)"), (["calculater", "--seed", "2"], "calculater")])
+def test_the_script_names_the_examples_for_a_word_that_is_none(words, named):
+    ended = subprocess.run(["bash", str(AGENTS / "run_agent.sh"), *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and f"run_agent.sh {named}: no such example" in ended.stderr
+    assert "name calculator, search, guess or spelling first" in ended.stderr
 
 
 def test_the_search_finds_every_fact_by_both_words_alone(agents):

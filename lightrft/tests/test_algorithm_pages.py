@@ -50,10 +50,12 @@ def test_every_algorithm_and_recipe_has_a_page():
         assert f"--recipe {recipe}" in page and all(f"`--{name} " in page for name in values)
 
 
-def test_the_table_of_the_docs_is_the_generated_one():
-    text = algorithm_pages.INDEX.read_text(encoding="utf-8")
-    assert text == algorithm_pages.with_index(text), "run: python docs/algorithm_pages.py"
-    assert text.count("\n| [`") == len(algorithm_pages.entries())
+def test_the_tables_of_the_docs_are_the_generated_ones():
+    algorithms, recipes = (path.read_text(encoding="utf-8") for path in algorithm_pages.TABLES)
+    for text in (algorithms, recipes):
+        assert text == algorithm_pages.with_tables(text), "run: python docs/algorithm_pages.py"
+    assert algorithms.count("\n| [`") == len(algorithm_pages.entries())
+    assert all(f"\n| `{name}` |" in recipes for name in RECIPES) and "| meaning | option | `default` |" in recipes
 
 
 @pytest.mark.parametrize("page", WRITTEN)
