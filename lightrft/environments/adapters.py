@@ -1,13 +1,15 @@
 """Environments that are written for other trainers, recognised by the names of their methods."""
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightrft.environments.base import Info, Message, Step, Task, Turn
+from lightrft.environments.base import Info, Message, Step, Task, ToolCall, Turn
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
-from lightrft.environments.interop import called, MadePerRow, number, numbers, parameters, row_of, taken
-from lightrft.environments.tools import ToolBox, ToolEnvironment
+from lightrft.environments.interop import called, closed, MadePerRow, number, numbers, parameters, row_of, taken
+from lightrft.environments.tools import Answered, told, ToolBox, ToolEnvironment
 from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlTools
+from lightrft.utils.errors import CaptureException, UserError
 
 
 class Adapter(NamedTuple):
@@ -17,10 +19,18 @@ class Adapter(NamedTuple):
 
 
 def adapter_of(cls: type) -> Adapter | None:
-    """Return the adapter of a class; None if it has no known interface."""
-    matches = (make for fits, make in _KINDS if fits(cls))
-    make = next(matches, None)
+    """Return the adapter of a class; None if it has no known interface.
+
+    Raises:
+        UserError: no object of it can be made, or the schema of a tool.
+    """
+    make = interface_of(cls)
     return None if make is None else make(cls)
+
+
+def interface_of(cls: type) -> Callable[[type], Adapter] | None:
+    """Return what makes the adapter of a class; None if it has no known interface."""
+    return next((make for fits, make in _KINDS if fits(cls)), None)
 
 
 def _has(*methods: str) -> Callable[[type], bool]:
@@ -28,6 +38,7 @@ def _has(*methods: str) -> Callable[[type], bool]:
 
 
 def _native(cls: type) -> Adapter:
+    _check_made(cls)
     return Adapter(cls, Info("environment", tuple(getattr(cls, "tools", ()) or ())))
 
 
@@ -51,15 +62,25 @@ class TurnEnvironment:
 
 class MethodTools(ToolEnvironment):
     """TRL's ``environment_factory``: the public methods of an object are its tools, with ``schemas`` if they are known.
+
+    They share the state of the object, so those of a turn are called one after another, as TRL does; ``async`` ones run
+    at the same time.
     """
 
     def __init__(self, inner: Any, schemas: "list[dict[str, Any]] | None" = None) -> None:
-        super().__init__(ToolBox([getattr(inner, name) for name in _tool_names(type(inner))], schemas))
+        super().__init__(ToolBox([getattr(inner, name) for name in _tool_names(type(inner))], schemas, called))
         self.inner = inner
 
     async def reset(self, prompt: Task, seed: int) -> Any:
-        """Pass the row as keywords; a text is a message of the user."""
-        return await called(self.inner.reset, **taken(self.inner.reset, row_of(prompt)))
+        """Pass the row as keywords; a text, or a list of parts, continues the last message of the user."""
+        value = await called(self.inner.reset, **taken(self.inner.reset, row_of(prompt)))
+        return [{"role": "user", "content": value}] if value and isinstance(value, list) else value
+
+    async def answer(self, call: ToolCall) -> Answered:
+        """Answer one call. An error that a method raises is told to the policy, as TRL does: "Game over", say."""
+        with CaptureException() as captured:
+            return await super().answer(call)
+        return told(captured.cause, json.dumps({"error": str(captured.cause)}, ensure_ascii=False))
 
     async def step(self, turn: Turn) -> Step:
         """Answer the calls; the last turn has the reward of ``get_reward``."""
@@ -67,6 +88,10 @@ class MethodTools(ToolEnvironment):
         if step.done or turn.last:
             step.reward = (await self.cut_short()).reward
         return step
+
+    async def close(self) -> None:
+        """Close the object, if it has such a method."""
+        await closed(self.inner)
 
     async def cut_short(self) -> Step:
         """Ask for the reward."""
@@ -104,9 +129,8 @@ class AgentInstance:
         answer = await called(self.inner.step, states)
         feedback = answer.get("environment_feedback") or ""
         self.observation += turn.text + feedback
-        logs = {key: float(value) for key, value in (answer.get("extra_logs") or {}).items()}
-        return Step(text=feedback or None, reward=number(answer.get("rewards")), metrics=logs,
-                    done=bool(answer.get("done", not feedback)),
+        return Step(text=feedback or None, reward=number(answer.get("rewards")),
+                    metrics=numbers(answer.get("extra_logs")), done=bool(answer.get("done", not feedback)),
                     images=list(answer.get("environment_images") or ()))  # yapf: disable
 
 
@@ -119,7 +143,7 @@ class GymText(MadePerRow):
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
         """Make the environment of the row, and return the messages that ``init`` adds to those of the prompt."""
         extras = {"reward_spec": {"ground_truth": prompt.reference}} | row_of(prompt)
-        self.inner = self.cls(**taken(self.cls, {"env_config": {}, "extras": extras}))
+        self.inner = await called(self.cls, **taken(self.cls, {"env_config": {}, "extras": extras}))
         messages, _ = await called(self.inner.init, prompt.messages)
         return list(messages)[len(prompt.messages):]
 
@@ -133,7 +157,24 @@ class GymText(MadePerRow):
 def _wrapped(kind: str, adapter: type, writes_marks: bool = False,
              reads_response: bool = False) -> Callable[[type], Adapter]:
     info = Info(kind, writes_marks=writes_marks, reads_response=reads_response)
-    return lambda cls: Adapter(lambda: adapter(cls()), info)
+
+    def made_of(cls: type) -> Adapter:
+        _check_made(cls)
+        return Adapter(lambda: adapter(cls()), info)
+
+    return made_of
+
+
+def _check_made(cls: type) -> None:
+    """Raise a :class:`UserError` if no object of a class can be made without arguments."""
+    needed = [
+        name for name, each in inspect.signature(cls).parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UserError(
+            f"the environment {cls.__name__} needs {', '.join(needed)}, and an object of it is made for each "
+            "response without arguments. Give them defaults, or a subclass that sets them")
 
 
 def _made_per_row(kind: str, adapter: Callable[[Any], Any]) -> Callable[[type], Adapter]:
@@ -141,9 +182,12 @@ def _made_per_row(kind: str, adapter: Callable[[Any], Any]) -> Callable[[type], 
     return lambda cls: Adapter(lambda: adapter(cls), Info(kind))
 
 
-def _of_methods(cls: type) -> Adapter:
+def of_methods(cls: type) -> Adapter:
+    """Return the adapter of TRL's ``environment_factory``, whose interface any class with ``reset`` and methods has."""
+    _check_made(cls)
     schemas = MethodTools(cls()).box.schemas  # read once, and not for every response
-    return Adapter(lambda: MethodTools(cls(), schemas), Info("environment_factory", tuple(schemas)))
+    return Adapter(lambda: MethodTools(cls(), schemas),
+                   Info("environment_factory", tuple(schemas), continues_prompt=True))
 
 
 def _is_native(cls: type) -> bool:
@@ -186,5 +230,5 @@ _KINDS: list[tuple[Callable[[type], bool], Callable[[type], Adapter]]] = [
     (_has("reset", "step", "get_observation"), _wrapped("textarena", TextArenaGame)),
     (_has("reset", "step", "from_dict"), _made_per_row("rllm", RllmGame)),
     (_is_swift, _made_per_row("ms-swift gym", SwiftGym)),
-    (_has_tools, _of_methods),
+    (_has_tools, of_methods),
 ]

@@ -121,11 +121,13 @@ class EnvironmentSpec:
 @dataclass(frozen=True)
 class Info:
     """Description of an environment by its worker: its interface, the schemas of its tools, whether it answers with
-    text that has the marks of the template, and whether every turn has to bring the whole response."""
+    text that has the marks of the template, whether every turn has to bring the whole response, and whether a message
+    of the user at its start continues the one that the prompt ends with."""
     kind: str
     tools: tuple[dict[str, Any], ...] = ()
     writes_marks: bool = False
     reads_response: bool = False
+    continues_prompt: bool = False
 
 
 @dataclass(frozen=True)

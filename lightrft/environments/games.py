@@ -96,7 +96,7 @@ class SwiftGym(MadePerRow):
 
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
         """Make the environment of the row; its messages follow those of the prompt."""
-        self.inner = self.cls(extra_info(prompt).get("env_config") or {})
+        self.inner = await called(self.cls, extra_info(prompt).get("env_config") or {})
         text, _, system = await called(self.inner.reset, SwiftRequest(prompt.messages, row_of(prompt)))
         opened = [{"role": "system", "content": system}] if system else []
         opened += [{"role": "user", "content": text}] if text else []
@@ -124,7 +124,7 @@ class RllmGame(MadePerRow):
 
     async def reset(self, prompt: Task, seed: int) -> str:
         """Make the environment of the row; an observation that is a text follows the prompt, for others are the row."""
-        self.inner = self.cls.from_dict(row_of(prompt))
+        self.inner = await called(self.cls.from_dict, row_of(prompt))
         observation, _ = await called(self.inner.reset)
         return observation if isinstance(observation, str) else ""
 

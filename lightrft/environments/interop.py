@@ -2,26 +2,50 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from contextvars import ContextVar
+from functools import partial
+from numbers import Real
 from typing import Any
 
 from lightrft.environments.base import Task
 
+OWN_THREAD: ContextVar[Executor | None] = ContextVar("OWN_THREAD", default=None)
+"""Thread of the session whose call is under way."""
 
-async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a function, and wait for it without holding up other sessions: in a thread, unless it is ``async``."""
+
+async def called(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    """Call a function of an environment, and wait for it without holding up other sessions: in the thread of its
+    session, after what was called there before, unless it is ``async``."""
+    return await _called(OWN_THREAD.get(), function, *arguments, **keywords)
+
+
+async def called_at_once(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    """Call a function that has no state: while others of the session run."""
+    return await _called(None, function, *arguments, **keywords)
+
+
+async def _called(threads: Executor | None, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **keywords)
-    value = await asyncio.to_thread(without_stop, function, *arguments, **keywords)
+    call = partial(without_stop, function, *arguments, **keywords)
+    value = await asyncio.get_running_loop().run_in_executor(threads, call)
     return await value if inspect.isawaitable(value) else value
 
 
-def without_stop(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def without_stop(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     """Call a function in a thread. A ``StopIteration``, which no future takes, is a ``RuntimeError``, as it is in a
     coroutine: who waits for it would wait for ever."""
     try:
         return function(*arguments, **keywords)
     except StopIteration as error:
         raise RuntimeError("the environment raised StopIteration") from error
+
+
+async def closed(inner: Any) -> None:
+    """Close an object, if it has such a method."""
+    if hasattr(inner, "close"):
+        await called(inner.close)
 
 
 class MadePerRow:
@@ -33,8 +57,7 @@ class MadePerRow:
 
     async def close(self) -> None:
         """Close the inner environment."""
-        if hasattr(self.inner, "close"):
-            await called(self.inner.close)
+        await closed(self.inner)
 
 
 def number(value: Any) -> float | None:
@@ -46,8 +69,9 @@ def number(value: Any) -> float | None:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """Return the numbers of a dict, as metrics."""
-    return {str(key): float(value) for key, value in (values or {}).items() if isinstance(value, (bool, int, float))}
+    """Return the numbers of a dict, those of numpy and tensors with one value too, as metrics."""
+    return {str(key): float(value) for key, value in (values or {}).items()
+            if isinstance(value, Real) or getattr(value, "ndim", None) == 0}  # yapf: disable
 
 
 def parameters(cls: type, method: str) -> Mapping[str, inspect.Parameter]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightrft.environments.adapters import adapter_of, is_verl_tool, verl_tools
+from lightrft.environments.adapters import adapter_of, interface_of, is_verl_tool, of_methods, verl_tools
 from lightrft.environments.base import EnvironmentSpec, Info
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.utils.errors import CaptureException, UserError
@@ -59,14 +59,16 @@ def _in_file(path: Path, name: str) -> Any:
         if name not in values:
             raise UserError(f"--environment {path}: the file has no {name!r}; it has {', '.join(_own(module))}")
         return values[name]
-    fitting = [value for value in _own(module).values() if inspect.isclass(value) and adapter_of(value) is not None]
-    if isinstance(values.get("tools"), (list, tuple)) and all(map(is_verl_tool, fitting)):
+    fitting = [value for value in _own(module).values() if inspect.isclass(value) and interface_of(value) is not None]
+    sure = [value for value in fitting if interface_of(value) is not of_methods]
+    has_tools = isinstance(values.get("tools"), (list, tuple))
+    if has_tools and all(map(is_verl_tool, fitting)):
         return values["tools"]
-    if len(fitting) != 1:
-        raise UserError(f"--environment {path}: {len(fitting)} of its classes are environments "
-                        f"({', '.join(value.__name__ for value in fitting) or 'none'}). Give FILE:NAME, where NAME is "
-                        f"{EXPECTED}")
-    return fitting[0]
+    if len(sure or fitting) != 1 or has_tools and not sure:
+        raise UserError(f"--environment {path}: {len(sure or fitting)} of its classes are environments "
+                        f"({', '.join(value.__name__ for value in sure or fitting) or 'none'})"
+                        f"{', beside the list tools' * has_tools}. Give FILE:NAME, where NAME is {EXPECTED}")
+    return (sure or fitting)[0]
 
 
 def _own(module: ModuleType) -> dict[str, Any]:

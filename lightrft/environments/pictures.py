@@ -8,13 +8,15 @@ from lightrft.environments.base import Message, UnreadMedia
 
 MAX_SHOWN_BYTES = 8 << 20  # of the pictures of one answer, in base64
 _PICTURES = ("image", "image_url", "input_image")  # types of parts
+_FIELDS = ("role", "name", "tool_call_id")
 _BOARD = 8  # side of an array that may be one of numbers
 _CONTENTS = ("bytes", "array", "data", "base64", "image", "path", "url", "image_url", "input_image")
 
 
 def plain_messages(value: Any) -> list[Message]:
     """Return messages as a list of roles and contents: a text, or with pictures a list of parts ``{"type": "text",
-    "text"}`` and ``{"type": "image", "data"}``. A text is one of the user.
+    "text"}`` and ``{"type": "image", "data"}``. A text is one of the user. Of other fields the name and
+    the id of a call are kept: what else a template reads, as calls and thoughts, is the policy's to write.
 
     Raises:
         UnreadMedia: it has a video or a sound.
@@ -32,7 +34,8 @@ def plain_messages(value: Any) -> list[Message]:
                         "or a list of parts")
     if any(each["role"] == "assistant" for each in listed):
         raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws")
-    return [each | {"content": _content(each["content"])} for each in listed]
+    return [{name: each[name] for name in _FIELDS if isinstance(each.get(name), str)}
+            | {"content": _content(each["content"])} for each in listed]  # yapf: disable
 
 
 def has_pictures(step: Any) -> bool:

@@ -270,7 +270,7 @@ class Player:
         episode.play, episode.segments, prompt = play, [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
                     prompt.columns, self.pictures.most)  # yapf: disable
-        session, future = self.pool.reset(task, play.seed ^ _APART)
+        session, future = self.pool.reset(task, (play.seed ^ _APART) & _SEEDS)
         self._sessions[episode.key] = play, session
         return future
 
@@ -306,8 +306,8 @@ class Player:
         if self.form is None or not prompt.messages or isinstance(messages, str):
             raise UserError(f"--environment {self.pool.spec.title}: reset() gave messages, and the prompt "
                             f"{prompt.uid!r} is a text; write it as messages, or use --apply_chat_template")
-        safe = self.form.safe(messages)
-        media, every = prompt.media + tuple(one.key for one in shown), [*prompt.messages, *safe]
+        every = _behind(prompt.messages, self.form.safe(messages), self.pool.info.continues_prompt)
+        media = prompt.media + tuple(one.key for one in shown)
         opened = replace(prompt, messages=every, media=media)
         opened, = with_tokens([opened], [self.form.prompt(every, prompt.template_kwargs)], self.pictures.store)
         if len(opened.token_ids) > self.prompt_max_len or len(shown) > self.pictures.most:
@@ -359,6 +359,18 @@ class Player:
             self.pool.close(session)
 
 
+def _behind(prompt: Sequence[Message], opened: list[Message], continues: bool) -> list[Message]:
+    """Return the messages of a prompt and those of ``reset``; with ``continues``, one of the user there is a part of
+    the one before it."""
+    if not continues or prompt[-1]["role"] != opened[0]["role"]:
+        return [*prompt, *opened]
+    first, second = prompt[-1]["content"], opened[0]["content"]
+    if isinstance(first, list) or isinstance(second, list):
+        first, second = ([{"type": "text", "text": each}] if isinstance(each, str) else each
+                         for each in (first, second))  # yapf: disable
+    return [*prompt[:-1], prompt[-1] | {"content": first + second}, *opened[1:]]
+
+
 def _await(futures: "Iterable[Future[Answer]]") -> None:
     """Wait for answers, with signs of life."""
     waiting = {*futures}
@@ -369,6 +381,7 @@ def _await(futures: "Iterable[Future[Answer]]") -> None:
 
 _ASKED = ("messages", "text", "token_ids", "media", "unexpanded_ids")
 _APART = 0x5DEECE66D  # the noise of an environment is not that of the policy
+_SEEDS = 0x7FFFFFFF  # 31 bits: generators of numpy and of games in C take no larger seed
 
 
 def _play(episode: Episode) -> Play:

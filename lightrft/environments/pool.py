@@ -4,7 +4,8 @@ import logging
 import queue
 import threading
 import time
-from concurrent.futures import Future
+import weakref
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -23,6 +24,7 @@ LOAD_LIMIT_S = 120.0  # start of an interpreter and import of the user's file
 GRACE_S = 5.0  # beyond the limit of a call, which the worker keeps itself unless its loop stands still
 _MOST_BYTES = (2 << 20) + MAX_SHOWN_BYTES  # of a message; the worker refuses larger answers itself
 _LOOK_S = 0.2  # between two looks at deadlines
+_CLOSE_S = 10.0  # that the end of a run waits for environments that close
 _FIELDS = {field.name for field in fields(Step)}
 
 
@@ -40,7 +42,8 @@ class Worker:
     def __init__(self, spec: EnvironmentSpec, limit_s: float) -> None:
         self.loaded: "Future[Info]" = Future()
         self.limit_s, self.calls = limit_s, dict[int, Call]()
-        self.sessions, self.retired, self.ready_at = set[int](), False, 0.0
+        self.sessions, self.hung, self.retired = set[int](), set[int](), False
+        self.started, self.ready_at, self._problem = time.monotonic(), 0.0, ""
         self._lock, self._outbox = threading.Lock(), queue.SimpleQueue[bytes | None]()
         self.process, self._pipe = start_process("lightrft.environments.worker")
         self.send(("load", spec, limit_s))
@@ -51,6 +54,12 @@ class Worker:
     def alive(self) -> bool:
         """True while it takes calls."""
         return not self.retired and self.process.returncode is None
+
+    @property
+    def busy(self) -> set[int]:
+        """Sessions with a call under way."""
+        with self._lock:
+            return {call.session for call in self.calls.values()}
 
     def call(self, number: int, call: Call, message: tuple[Any, ...]) -> None:
         """Send a call; its future gets the answer, or a failure."""
@@ -65,14 +74,20 @@ class Worker:
         self._outbox.put(bytes(ForkingPickler.dumps(message)))
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose time is over. A worker that does not end them itself takes no further session."""
+        """Fail the calls whose time is over. A worker that does not end them itself takes no further session, and is
+        killed when its last one is over; so is one that does not load its environment."""
         if not self.loaded.done():
+            if now - self.started > LOAD_LIMIT_S:
+                self._problem = f"the environment was not loaded within {LOAD_LIMIT_S:.0f} s"
+                kill_group(self.process)
             return
         with self._lock:
             late = {number: call for number, call in self.calls.items()
                     if now - max(call.sent, self.ready_at) > self.limit_s + GRACE_S}  # yapf: disable
         for number in late:
             self._resolve(number, Failure("timeout", f"no answer within {self.limit_s:g} s (--env_timeout_s)"))
+        if self.retired and not self.sessions and not self.calls:
+            self.kill()
 
     def kill(self) -> None:
         """Kill the process and its children at once."""
@@ -95,7 +110,8 @@ class Worker:
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self.loaded.set_exception(UserError(message["failed"]))
+            self._problem = message["failed"]
+            self.loaded.set_exception(UserError(self._problem))
         elif "loaded" in message:
             self.ready_at = time.monotonic()
             self.loaded.set_result(Info(**message["loaded"] | {"tools": tuple(message["loaded"]["tools"])}))
@@ -111,10 +127,13 @@ class Worker:
             return
         if isinstance(answer, Failure):
             self.sessions.discard(call.session)
-            self.retired |= answer.cause == "timeout"  # its thread may hang for ever
+            if answer.cause == "timeout":  # its thread may hang for ever
+                self.hung.add(call.session)
+                self.retired = True
         call.future.set_result(answer)
 
     def _lose(self, text: str) -> None:
+        text = self._problem or text
         if not self.loaded.done():
             self.loaded.set_exception(UserError(f"the environment: {text} while it was loaded"))
         with self._lock:
@@ -125,7 +144,8 @@ class Worker:
 
 
 class EnvironmentPool:
-    """``count`` workers at most; a session stays in its worker, and a new one goes to the worker with the fewest.
+    """``count`` workers at most; a session stays in its worker, and a new one goes to the worker with the fewest. They
+    end with :meth:`shutdown`, or with this object, as where an error ends what would have called that.
 
     Args:
         limit_s: seconds for one call.
@@ -135,9 +155,11 @@ class EnvironmentPool:
         self.spec, self.count, self.limit_s = spec, workers, limit_s
         self._workers: list[Worker] = []
         self._homes: dict[int, Worker] = {}
+        self._closing, self._warned = set["Future[Answer]"](), False
         self._numbers, self._closed = count(), threading.Event()
+        weakref.finalize(self, _end, self._workers, self._closed)
         self.info = self._first()
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=_look, args=(self._workers, self._closed), daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
@@ -160,20 +182,31 @@ class EnvironmentPool:
         return self._called(self._homes[session], "cut_short", session)
 
     def close(self, session: int) -> None:
-        """End a session; the last one of a retired worker ends that."""
+        """End a session, and close its environment unless that hangs. Nobody waits for it."""
         worker = self._homes.pop(session, None)
         if worker is None:
             return
         worker.sessions.discard(session)
-        worker.send(("close", session))
-        if worker.retired and not worker.sessions:
-            worker.kill()
+        if session not in worker.hung:
+            closing = self._called(worker, "close", session)
+            self._closing.add(closing)
+            closing.add_done_callback(self._ended)
 
     def shutdown(self) -> None:
-        """Kill the workers."""
-        self._closed.set()
-        for worker in self._workers:
-            worker.kill()
+        """Close the sessions that are open, wait a while for all that close, and kill the workers."""
+        for session, worker in [*self._homes.items()]:
+            if session not in worker.busy:
+                self.close(session)
+        wait([*self._closing], _CLOSE_S)
+        _end(self._workers, self._closed)
+
+    def _ended(self, closing: "Future[Answer]") -> None:
+        self._closing.discard(closing)
+        answer = closing.result()
+        if isinstance(answer, Failure) and answer.cause != "worker_died" and not self._warned:
+            self._warned = True
+            logger.warning("close() of an environment failed (%s); further ones are not logged\n%s", answer.cause,
+                           answer.detail)
 
     def _called(self, worker: Worker, kind: str, session: int, *arguments: Any) -> "Future[Answer]":
         future, number = Future[Answer](), next(self._numbers)
@@ -194,7 +227,7 @@ class EnvironmentPool:
 
     def _freest(self) -> Worker:
         """Return the worker with the fewest sessions; a new one while there are fewer than ``count``."""
-        self._workers = [worker for worker in self._workers if worker.alive or worker.sessions]
+        self._workers[:] = [each for each in self._workers if each.process.returncode is None or each.sessions]
         alive = [worker for worker in self._workers if worker.alive]
         if len(alive) < self.count and all(worker.sessions for worker in alive):
             alive += self._another(bool(alive))
@@ -207,12 +240,21 @@ class EnvironmentPool:
         except NoProcessError as error:
             if not spare:
                 raise
-            logger.warning("%s. The run goes on with the workers that it has", error)
+            logger.warning("%s. The run goes on with the workers that it has", str(error))
             self.count = len(self._workers)
             return []
         return self._workers[-1:]
 
-    def _look(self) -> None:
-        while not self._closed.wait(_LOOK_S):
-            for worker in [*self._workers]:
-                worker.expire(time.monotonic())
+
+def _look(workers: list[Worker], closed: threading.Event) -> None:
+    """Look at the deadlines of calls until the pool is closed."""
+    while not closed.wait(_LOOK_S):
+        for worker in [*workers]:
+            worker.expire(time.monotonic())
+
+
+def _end(workers: list[Worker], closed: threading.Event) -> None:
+    """Kill the workers of a pool."""
+    closed.set()
+    for worker in workers:
+        worker.kill()

@@ -101,7 +101,8 @@ class TurnTemplate:
         """Return a call if results follow, where the template has calls, else a text; and the chat that ends with
         it."""
         tools = [message for message in run if message["role"] == "tool"]
-        return self._answered(tools[0].get("name") or "unknown" if tools and self.shows_calls else None)
+        name = (tools[0].get("name") or "").replace(PROBE, "") if tools else ""  # the policy may write any name
+        return self._answered(name or "unknown" if tools and self.shows_calls else None)
 
     def _render_answer(self, tool: str | None) -> tuple[Message, str]:
         answer = ANSWER if tool is None else call_of(tool)

@@ -5,7 +5,8 @@ from uuid import uuid4
 
 from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
 from lightrft.environments.interop import called, extra_info, number, numbers, taken
-from lightrft.environments.tools import Answered, ToolBox, ToolEnvironment
+from lightrft.environments.tools import Answered, told, ToolBox, ToolEnvironment
+from lightrft.utils.errors import CaptureException
 
 
 class VerlToolBox(ToolBox):
@@ -51,10 +52,14 @@ class VerlTools(ToolEnvironment):
         return sum(number(reward) or 0.0 for reward in rewards)
 
     async def answer(self, call: ToolCall) -> Answered:
-        """Execute a call; its reward is one of the turn."""
+        """Execute a call; its reward is one of the turn. An error that a tool raises is told to the policy, as verl
+        does."""
         if problem := self.box.problem(call):
             return Answered(f"Error: {problem}", False)
-        response, reward, metrics = await self.objects[call.name].execute(self.instances[call.name], call.arguments)
+        with CaptureException() as captured:
+            response, reward, metrics = await self.objects[call.name].execute(self.instances[call.name], call.arguments)
+        if captured.cause is not None:
+            return told(captured.cause, f"Error when executing tool: {captured.cause}")
         text = response if isinstance(response, str) else getattr(response, "text", None) or ""
         images = [{"type": "image", "image": image} for image in getattr(response, "image", None) or ()]
         content = [*images, {"type": "text", "text": text}] if images else text

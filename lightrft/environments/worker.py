@@ -1,7 +1,7 @@
 """Worker process of environments: many sessions in one event loop, each call with its own time limit.
 
 In, pickled: ``("load", spec, limit_s)``, then ``("reset", call, session, task, seed)``, ``("step", call, session,
-turn)``, ``("cut_short", call, session)`` and ``("close", session)``. Out, as JSON, so that a tool cannot send an
+turn)``, ``("cut_short", call, session)`` and ``("close", call, session)``. Out, as JSON, so that a tool cannot send an
 object: ``{"loaded": info}`` or ``{"failed": text}``, then ``{"call": number, ...}`` with an answer or a failure.
 """
 import asyncio
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from lightrft.environments import interop
-from lightrft.environments.base import EnvironmentSpec, Step, Task, Turn, UnreadMedia
+from lightrft.environments.base import Step, Task, Turn, UnreadMedia
 from lightrft.environments.loading import load
 from lightrft.environments.pictures import check_size, encoded, has_pictures, plain_messages
 from lightrft.rewards.workers.event_loop import LOOP_FILES
@@ -51,11 +51,11 @@ class Session:
         """End a response without its last answer; an environment without such a method has nothing to say."""
         return await self._step("cut_short") if hasattr(self.inner, "cut_short") else plain(Step())
 
-    async def close(self) -> None:
-        """Close the environment, and forget its thread."""
+    async def close(self) -> dict[str, Any]:
+        """Close the environment, if it has such a method."""
         if hasattr(self.inner, "close"):
             await self._call("close")
-        self.forget()
+        return plain(Step())
 
     def forget(self) -> None:
         """Let the thread end as soon as it is idle."""
@@ -73,6 +73,7 @@ class Session:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         function = getattr(self.inner, method)
+        interop.OWN_THREAD.set(self._thread)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
         result = await self._in_thread(function, *arguments)
@@ -112,24 +113,25 @@ class Server:
         self.limit_s, self.tasks = 0.0, set[asyncio.Task[None]]()
 
     async def run(self) -> None:
-        """Load the environment, and serve."""
+        """Serve a loaded environment."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.set_default_executor(ThreadPoolExecutor(_THREADS, "tool"))
-        _, spec, self.limit_s = await loop.run_in_executor(None, self.pipe.recv)
-        if self._load(spec):
-            threading.Thread(target=self._read, args=(loop, ended), daemon=True).start()
-            await ended.wait()
+        threading.Thread(target=self._read, args=(loop, ended), daemon=True).start()
+        await ended.wait()
         end_group()  # the loop would wait for threads that hang
 
-    def _load(self, spec: EnvironmentSpec) -> bool:
+    def load(self) -> None:
+        """Load the environment before the loop runs, since its file may run a loop of its own. Without one this process
+        ends."""
+        _, spec, self.limit_s = self.pipe.recv()
         with CaptureException() as captured:
             self.factory, info = load(spec)
         if captured.cause is None:
             self._send({"loaded": asdict(info)})
-            return True
+            return
         known = isinstance(captured.cause, ValueError)
         self._send({"failed": str(captured.cause) if known else captured.text})
-        return False
+        end_group()
 
     def _read(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
         with suppress(EOFError, OSError):
@@ -143,23 +145,16 @@ class Server:
         task.add_done_callback(self.tasks.discard)
 
     async def _serve(self, kind: str, *arguments: Any) -> None:
-        if kind == "close":
-            await self._close(*arguments)
-            return
         call, number, *rest = arguments
         assert self.factory is not None, "it is loaded"
         if kind == "reset":
             self.sessions[number] = Session(self.factory)
-        answer = await self._within_limit(_answered(getattr(self.sessions[number], kind), rest))
+        session = self.sessions[number]
+        answer = await self._within_limit(_answered(getattr(session, kind), rest))
         late = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
+        if kind == "close":
+            self.sessions.pop(number).forget()
         self._send({"call": call} | (late if answer is None else answer))
-
-    async def _close(self, number: int) -> None:
-        session = self.sessions.pop(number, None)
-        if session is None:
-            return
-        await self._within_limit(_ignored(session.close))  # nobody waits for it
-        session.forget()
 
     async def _within_limit(self, work: Coroutine[Any, Any, _T]) -> _T | None:
         """Return what ``work`` returns; None: it takes too long. Its own ``TimeoutError`` is another thing."""
@@ -172,12 +167,6 @@ class Server:
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(_encoded(message))
-
-
-async def _ignored(method: Callable[[], Awaitable[Any]]) -> None:
-    """Call a method, whatever it raises."""
-    with CaptureException():
-        await method()
 
 
 async def _answered(method: Callable[..., Awaitable[dict[str, Any]]], arguments: Sequence[Any]) -> dict[str, Any]:
@@ -208,9 +197,12 @@ def main(fd: int, parent: int) -> None:
     die_with(parent, fd)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    served = loop.create_task(Server(Connection(fd)).run())
+    server = Server(Connection(fd))
+    with suppress(EOFError, ConnectionResetError):
+        server.load()
+    asyncio.set_event_loop(loop)  # asyncio.run() in the file leaves none
+    served = loop.create_task(server.run())
     while not served.done():
         with suppress(SystemExit, KeyboardInterrupt):  # of a task, such as one call of several, which keeps it too
             loop.run_until_complete(served)
-    with suppress(EOFError, ConnectionResetError):
-        served.result()
+    served.result()

@@ -132,6 +132,15 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
     Returns:
         False if a stop request has ended it early.
     """
+    try:
+        return _generated(model, prompts, files, rewards, seed, media)
+    finally:
+        if model.environment is not None:
+            model.environment.shutdown()
+
+
+def _generated(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rewards: RewardManager | None, seed: int,
+               media: Path) -> bool:
     _check_tokens(model, prompts)
     if model.environment is not None:
         model.environment.check(prompts[0])
@@ -147,8 +156,6 @@ def generate(model: LoadedModel, prompts: Sequence[Prompt], files: RowFiles, rew
                               MediaColumns(model.media, media), model.environment).run(prompts, files, rewards)
     finally:
         engine.shutdown()
-        if model.environment is not None:
-            model.environment.shutdown()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import CaptureException, UserError
 from lightrft.utils.marked_answers import extract_answer
 
 
@@ -12,7 +12,8 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: str, extra_
     """Return what the scorer of the row's data set gives, from 0 to 1.
 
     It reads the answer that the last turn marks, as ``<answer>..</answer>`` or ``\\boxed{..}``; without a mark, the
-    text behind a thought.
+    text behind a thought. An answer at which the scorer raises an error is a wrong one, unless it does so at the right
+    answer too.
 
     Raises:
         UserError: the row is none of ``--prompt_data reasoning_gym:NAME``.
@@ -24,7 +25,11 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: str, extra_
     text = turns[-1]["content"] if turns[-1]["role"] == "assistant" else ""
     marked = extract_answer(text)
     answer = text.rpartition("</think>")[2].strip() if marked is None else marked
-    return float(_scorer(data_source.partition("/")[2])(answer=answer, entry=json.loads(entry)))
+    score, known = _scorer(data_source.partition("/")[2]), json.loads(entry)
+    with CaptureException():
+        return float(score(answer=answer, entry=known))
+    score(answer=known["answer"], entry=known)
+    return 0.0
 
 
 @cache

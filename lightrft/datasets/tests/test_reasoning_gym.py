@@ -27,6 +27,8 @@ def test_an_answer_is_scored_by_the_scorer_of_its_data_set():
     answer = row["reference"]
     assert score(answer) == score(f"<think>1</think>{answer}") == score(f"so <answer>{answer}</answer>") == 1.0
     assert max(score("1 + 1"), score(f"<answer>1</answer>{answer}"), score(answer, "tool")) < 0.1
+    row = load_rows("reasoning_gym:prime_factorization?size=1").rows[0]
+    assert score("no number") == 0.0 and score(row["reference"]) == 1.0, "its scorer raises an error at a wrong answer"
     with pytest.raises(UserError, match="one of 'gsm8k' has no extra_info.entry"):
         reasoning_gym("gsm8k", "1", "1", {}, [])
 

@@ -1,15 +1,22 @@
 """Environments that were written for other trainers, played as their users wrote them."""
 import asyncio
 import re
+import sqlite3
+import threading
+import time
 from dataclasses import replace
 from inspect import isawaitable
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lightrft.environments import tools
 from lightrft.environments.adapters import adapter_of
 from lightrft.environments.base import EnvironmentSpec, Task, ToolCall, Turn
 from lightrft.environments.loading import load
+from lightrft.environments.worker import Session
 from lightrft.tests.support import foreign_environments as foreign
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +59,109 @@ def test_inherited_methods_are_tools_too():
 
 def look(self) -> str:
     """Look."""
+
+
+class Database:
+    """A class of TRL whose state belongs to the thread that made it."""
+
+    def __init__(self):
+        self.rows = sqlite3.connect(":memory:")
+
+    def reset(self, **row):
+        self.rows.execute("create table numbers(number)")
+        return [{"type": "text", "text": " begin"}]
+
+    def put(self, number: int) -> int:
+        """Put a number.
+
+        Args:
+            number: What to put.
+        """
+        if number < 0:
+            raise ValueError("Game over.")
+        time.sleep(0.1 / (number + 1))
+        self.rows.execute("insert into numbers values (?)", (number, ))
+        return self.rows.execute("select count(*) from numbers").fetchone()[0]
+
+    def get_reward(self):
+        return np.float32(self.rows.execute("select sum(number) from numbers").fetchone()[0])
+
+    def close(self):
+        Database.last = self.rows.execute("select * from numbers").fetchall()
+
+
+def test_methods_of_an_object_run_one_after_another_in_its_thread_and_their_errors_are_told(caplog, monkeypatch):
+    """As TRL runs them."""
+    monkeypatch.setattr(tools, "_ERRORS", count())
+    opened, first, last = in_session(Database,
+                                     Turn("", tuple(ToolCall("put", {"number": number}) for number in (0, 1, -1, 5))),
+                                     Turn("done"))
+    assert opened["messages"] == [{"role": "user", "content": " begin"}]
+    assert [message["content"] for message in first["messages"]] == ["1", "2", '{"error": "Game over."}', "3"]
+    assert first["metrics"] == {"wrong_calls": 1} and (last["done"], last["reward"]) == (True, 6.0)
+    assert Database.last == [(0, ), (1, ), (5, )], "close() at the end"
+    assert caplog.text.count("a tool raised an error, which the policy reads") == 1
+
+
+def test_an_error_of_a_tool_of_verl_is_told(monkeypatch):
+    """As verl does."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        raise ValueError(parameters["answer"])
+
+    monkeypatch.setattr(foreign.VerlTool, "execute", execute)
+    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
+    call = ToolCall("check", {"answer": "3"})
+    _, first, last = in_session(foreign.VerlTool, Turn("", (call, )), Turn("x"), columns=row)
+    assert first["messages"][0]["content"] == "Error when executing tool: 3" and first["metrics"] == {"wrong_calls": 1}
+    assert last["reward"] == 1.0
+
+
+def in_session(cls, *turns, columns={}):
+    """What a session of a worker says to turns, until it is closed."""
+
+    async def played():
+        session = Session(adapter_of(cls).factory)
+        try:
+            answers = [await session.reset(replace(TASK, columns=columns), 1)]
+            answers += [await session.step(turn) for turn in turns]
+            await session.close()
+            return answers
+        finally:
+            session.forget()
+
+    return asyncio.run(played())
+
+
+MADE: list[threading.Thread] = []
+
+
+class SlowText(foreign.Text):
+
+    def __init__(self):
+        MADE.append(threading.current_thread())
+
+
+class SlowSwift(foreign.SwiftEnv):
+
+    def __init__(self, env_config):
+        MADE.append(threading.current_thread())
+        super().__init__(env_config)
+
+
+class SlowRllm(foreign.RllmEnv):
+
+    @staticmethod
+    def from_dict(info):
+        MADE.append(threading.current_thread())
+        return foreign.RllmEnv(info["reference"])
+
+
+def test_constructors_hold_up_nobody_else():
+    """They run in the thread of their session, as methods do, and not in the loop of the worker."""
+    for cls in (SlowText, SlowSwift, SlowRllm):
+        in_session(cls, Turn("3"), columns={"extra_info": {"env_config": {"start": "3"}}})
+    assert len(MADE) == 3 and threading.main_thread() not in MADE
 
 
 def test_an_agent_that_writes_text():

@@ -9,6 +9,7 @@ from lightrft.environments.base import EnvironmentSpec
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.play import Player
 from lightrft.environments.pool import EnvironmentPool
+from lightrft.environments.turn_template import PROBE
 from lightrft.tests.support import chat_families, desk
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
@@ -219,6 +220,16 @@ def test_a_call_that_python_cannot_read_is_malformed(family, body):
              "lfm2": f"<|tool_call_start|>[f(a={body})]<|tool_call_end|><|im_end|>"}[family]  # yapf: disable
     _, (call, ) = form.read(form.prompt(ASK, {})[1], tokenizer(drawn).input_ids)
     assert call.error.startswith(f"the call is {'malformed' if family == 'lfm2' else 'no valid JSON'}: ")
+
+
+@pytest.mark.parametrize("family", chat_families.FAMILIES)
+def test_a_call_may_have_any_name(family):
+    """Also that of the probe by which the text behind an answer is found."""
+    form = ChatFormat(chat_families.tokenizer(family), chat_families.FAMILIES[family].model_type, desk.Desk.tools)
+    drawn = form.tokenizer(LAST[family]).input_ids
+    texts = [form.tokenizer.decode(form.continuation([1], drawn, [{"role": "tool", "name": name, "content": "3"}]))
+             for name in ("add", f"{PROBE}add", PROBE)]  # yapf: disable
+    assert texts[0] == texts[1] and texts[2] == texts[0].replace("functions.add", "functions.unknown")
 
 
 @pytest.mark.parametrize("family, model_type, form", [

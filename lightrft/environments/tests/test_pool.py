@@ -1,5 +1,6 @@
 """Workers of environments: sessions stay in theirs, and a call that hangs, raises, dies or floods costs its response
 alone."""
+import gc
 import os
 import resource
 import subprocess
@@ -8,7 +9,9 @@ import time
 
 import pytest
 
+from lightrft.environments import pool as pool_module
 from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Turn
+from lightrft.environments.loading import load
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.tests.support import environments
 from lightrft.tests.support.processes import alive, wait_until
@@ -135,9 +138,50 @@ def test_a_worker_that_the_system_does_not_start(caplog):
         answers = [step(spare, session, "a") for session in sessions]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        spare.shutdown()
+    pids = spare.pids
+    del spare
+    gc.collect()
+    assert pids and wait_until(lambda: not any(map(alive, pids))), "workers outlive a pool that nobody has"
     assert [answer.messages[0]["content"] for answer in answers] == ["a 0 1", "a 1 1", "a 2 1"]
     assert caplog.text.count("The run goes on with the workers that it has") == 1
+
+
+def test_a_further_worker_that_hangs_and_environments_that_are_open_at_the_end(tmp_path, monkeypatch, caplog):
+    """The first costs its responses, with the reason; the others are closed, and a close() that raises is told once."""
+    file = tmp_path / "mine.py"
+    file.write_text("from lightrft.tests.support.environments import Locked\n\n\nclass Mine(Locked):\n    pass\n")
+    monkeypatch.setenv("LOCKED", str(tmp_path))
+    mine = EnvironmentPool(EnvironmentSpec(str(file)), 2, LIMIT_S)
+    monkeypatch.setattr(pool_module, "LOAD_LIMIT_S", 1.0)
+    (first, answer), (second, lost) = [mine.reset(Task("u", "text"), seed) for seed in (0, 2)]
+    assert answer.result(20).messages == []
+    assert lost.result(20) == Failure("worker_died", "the environment was not loaded within 1 s")
+    monkeypatch.setattr(mine, "count", 1)
+    others = [mine.reset(Task("u", "text"), seed) for seed in (1, 3, 4)]
+    assert all(answer.result(20).messages == [] for _, answer in others)
+    for session in (first, second, others[0][0]):
+        mine.close(session)
+    mine.shutdown()
+    assert sorted((tmp_path / "closed").read_text().split()) == ["0", "3", "4"]
+    assert caplog.text.count("close() of an environment failed (exception)") == 1 and "stuck" in caplog.text
+
+
+DECK = "class Deck:\n    def reset(self): pass\n    def draw(self, n): pass\n"
+GAME = "class Game:\n    def reset(self, prompt, seed): pass\n    def step(self, turn): pass\n"
+OF_URL = GAME.replace("    def r", "    def __init__(self, url): pass\n    def r")
+
+
+def test_a_class_that_helps_is_no_environment(tmp_path):
+    """It may have a method reset, and others without hints."""
+    file = tmp_path / "mine.py"
+    file.write_text(DECK + GAME)
+    assert type(load(EnvironmentSpec(str(file)))[0]()).__name__ == "Game"
+    for text, name, words in ((f"{DECK}tools = [len]", "", r"1 of its classes .*\(Deck\), beside the list tools. Give"),
+                              (DECK, "", "the tool 'draw'"), (f"{DECK}tools = [len]", "tools", "the tool 'len'"),
+                              (OF_URL, "", "Game needs url, and an object of it is made for each response")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=words):
+            load(EnvironmentSpec(str(file), name))
 
 
 def test_what_is_no_environment_is_told_at_the_start(tmp_path):

@@ -150,6 +150,7 @@ def test_two_steps(case, tmp_path, seeds, monkeypatch):
         assert not any(line[f"env/{cause}"] for cause in ("timeout", "exception", "worker_died"))
         assert line["reward/mean"] == pytest.approx(sum(each.reward for each in earned) / 8)
         assert {turn for turns in drawn for turn in turns} <= {"".join(turn) for turn in case.turns}
+    assert all((row["messages"][0]["content"] == "sumdifficulty 2") == (case.name == "Counter") for row in rows), "TRL"
     assert (sum(line["env/no_room"] for line in done.lines) > 0) == (case.room < 600)
     assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from base64 import b64encode
+from contextlib import suppress
 from pathlib import Path
 
 from lightrft.environments.base import Step
@@ -118,6 +119,34 @@ class Fated:
         """Start a process, and leave a file that names it."""
         with subprocess.Popen(["sleep", "600"]) as process:
             Path(f"hung_{os.getpid()}").write_text(str(process.pid), encoding="utf-8")
+
+
+class Locked:
+    """Can be loaded once, as what holds a port: a further worker waits for ever. It leaves a line where it is closed.
+
+    Its file may run a loop of its own, as clients do, while a worker loads it.
+    """
+    folder = Path(os.environ.get("LOCKED", ""))
+
+    def __init_subclass__(cls):
+        asyncio.run(asyncio.sleep(0))
+        with suppress(FileExistsError):
+            (cls.folder / "lock").mkdir()
+            return
+        time.sleep(600)
+
+    def reset(self, prompt, seed):
+        self.seed = seed
+
+    def step(self, turn):
+        return Step("go on")
+
+    def close(self):
+        if self.seed == 1:
+            raise ValueError("stuck")
+        time.sleep(0.2)
+        with open(self.folder / "closed", "a", encoding="utf-8") as file:
+            file.write(f"{self.seed}\n")
 
 
 class Uneven:
