@@ -70,7 +70,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
     bodies = []
     for episode in finished:
         ids = episode.response_ids
-        ends = episode.finish_reason == "stop" and ids[-1] not in kept
+        ends = _ends(tokenizer, ids, episode.finish_reason == "stop", kept)
         bodies.append((episode.prompt.token_ids, ids[:-1] if ends else ids))
     for episode, text in zip(finished, decode_behind(tokenizer, bodies)):
         episode.text = text
@@ -79,11 +79,18 @@ def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
     return finished
 
 
+def _ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], stopped: bool, kept: set[int]) -> bool:
+    """Return True if the last token of a turn is no part of its text. One that has not ``stopped`` may end with such a
+    token too: the answer to it had no room."""
+    return ids[-1] not in kept if stopped else ids[-1:] == [tokenizer.eos_token_id]
+
+
 def _turns(tokenizer: PreTrainedTokenizerBase, episode: Episode, kept: set[int]) -> list[Message]:
     """Return the turns of a response, each without its end token, and what an environment wrote between them."""
     pairs, roles, ids = [], [], episode.token_ids
     for drawn, start, stop in episode.runs:
-        ends = drawn and ids[stop - 1] not in kept and (stop < len(ids) or episode.finish_reason == "stop")
+        stopped = stop < len(ids) or episode.finish_reason == "stop"
+        ends = drawn and _ends(tokenizer, ids[:stop], stopped, kept)
         pairs.append((ids[:start], ids[start:stop - ends]))
         roles.append("assistant" if drawn else "environment")
     return [{"role": role, "content": text} for role, text in zip(roles, decode_behind(tokenizer, pairs))]

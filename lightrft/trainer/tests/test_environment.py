@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lightrft.rewards.base import Outcome
-from lightrft.tests.support import runs
+from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.trainer.environment import next_turn, Reply
-from lightrft.trainer.samples import stop_token_ids
+from lightrft.trainer.samples import decode, reward_input, stop_token_ids
 from lightrft.types import Episode, number, NUMBERS, Prompt, Segment
 from lightrft.utils.errors import UserError
 
@@ -145,6 +145,17 @@ def test_answers_have_no_blank_of_the_tokenizer_before_them():
     assert ask([begun])[0].result() is None and heard == ["  b]"], "what was drawn before keeps its blank"
     stops = stop_token_ids(["]", "\n", " ["], tokenizer)
     assert tokenizer.convert_ids_to_tokens(stops) == ["]", "\n", "▁["]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_the_text_of_a_turn_has_no_end_token_whether_or_not_its_answer_had_room(reason):
+    """Rewards would read the token as a part of the answer."""
+    tokenizer, answer = tiny.tokenizer(), Segment.given([200])
+    first, last = (Segment(tokenizer.encode(text) + [tokenizer.eos_token_id], [0.0] * 2, version=0) for text in "bc")
+    for segments, text in (([first], "b"), ([first, answer, last], "b\nc")):
+        episode = Episode(Prompt("u", [5], "a"), 0, 0, segments, reason)
+        decode(tokenizer, [episode])
+        assert reward_input(episode.prompt, episode.text, episode.play).response == text
 
 
 class Counting(Twice):
