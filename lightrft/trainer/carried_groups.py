@@ -13,6 +13,8 @@ _CARRIED = {
     "open": "without --oversample the %d unfinished groups in the checkpoint are dropped",
 }
 
+_USED = ("uid", "token_ids", "text", "messages", "reference", "media", "template_kwargs")  # of a scored prompt
+
 
 def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
     """Warn that "rows" or "open" groups, which another source left in a checkpoint's ``state``, are dropped."""
@@ -22,16 +24,20 @@ def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
 
 
 def group_state(group: list[Episode]) -> dict[str, Any]:
-    """Return a group, finished or not, for a checkpoint, with all of its prompt."""
-    first = group[0]
-    return {"number": first.group_id, "prompt": asdict(first.prompt),
-            "responses": [episode.state() for episode in group]}  # yapf: disable
+    """Return a group, finished or not, for a checkpoint, with all of its prompt. A response has a prompt of its own
+    where its environment has begun again, and otherwise."""
+    number, shared = group[0].group_id, group[0].prompt
+    own = [{} if each.prompt.token_ids == shared.token_ids else {"prompt": asdict(each.prompt)} for each in group]
+    return {"number": number, "prompt": asdict(shared),
+            "responses": [each.state() | prompt for each, prompt in zip(group, own)]}  # yapf: disable
 
 
 def load_group(state: dict[str, Any]) -> list[Episode]:
     """Restore a group from :func:`group_state`; in checkpoints of earlier versions the scores are apart."""
-    prompt, number = Prompt(**state["prompt"]), state["number"]
-    group = [Episode.load(prompt, number, index, response) for index, response in enumerate(state["responses"])]
+    shared, number = Prompt(**state["prompt"]), state["number"]
+    prompts = [Prompt(**own["prompt"]) if "prompt" in own else shared for own in state["responses"]]
+    group = [Episode.load(prompt, number, index, response)
+             for index, (prompt, response) in enumerate(zip(prompts, state["responses"]))]  # yapf: disable
     for row in state.get("scored", ()):
         _load_score(group[row["index"]], row)
     return group
@@ -39,9 +45,7 @@ def load_group(state: dict[str, Any]) -> list[Episode]:
 
 def finished_state(episode: Episode) -> dict[str, Any]:
     """Return a finished episode for a checkpoint, with what later stages read of its prompt."""
-    prompt = episode.prompt
-    used = {"uid": prompt.uid, "token_ids": prompt.token_ids, "text": prompt.text, "reference": prompt.reference,
-            "media": prompt.media}  # yapf: disable
+    used = {name: getattr(episode.prompt, name) for name in _USED}
     return {"prompt": used, "group_id": episode.group_id, "index": episode.index} | episode.state()
 
 

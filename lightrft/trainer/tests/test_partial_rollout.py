@@ -130,6 +130,12 @@ def test_appended_tokens_stay_masked_in_a_response_of_several_steps():
     assert sample.logprobs == [0, 0, -0.1, 0, -0.2, -0.3, 0, 0, -0.4] and not sample.open
 
 
+def test_a_response_whose_environment_began_otherwise_keeps_its_prompt_in_a_checkpoint():
+    group = Episode.group(Prompt("u", [5, 6], "ab"), 0, [9, 8, 7])
+    group[1].prompt = Prompt("u", [5, 6, 7], "abc")
+    assert load_group(group_state(group)) == group
+
+
 def test_what_the_metrics_count(home, tmp_path):
     done, batches, _ = watched(home, tmp_path, max_steps=5)
     for step, (exp, line) in enumerate(zip(batches, done.lines)):

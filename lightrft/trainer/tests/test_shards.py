@@ -18,7 +18,7 @@ from lightrft.tests.support import runs
 from lightrft.tests.support.threads import World
 from lightrft.tests.support.warm import warm_environ, warm_python
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
-from lightrft.trainer.carried_groups import load_finished, load_group
+from lightrft.trainer.carried_groups import finished_state, load_finished, load_group
 from lightrft.trainer.dynamic_sampling import DynamicSource
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.logprob_pass import LogprobPass
@@ -26,9 +26,10 @@ from lightrft.trainer.metric_sums import number_metrics
 from lightrft.trainer.partial_rollout import OversamplingSource, Progress
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits, plan_mini_batch
 from lightrft.trainer.samples import group_seeds
-from lightrft.trainer.scores import fill_rewards, take_number
+from lightrft.trainer.scores import fill_rewards, log_row, take_number
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, Episode, number as declare, NUMBERS, Prompt, Segment
+from lightrft.utils.play import Play
 from lightrft.utils.score import Score
 from lightrft.utils.timer import Timer
 
@@ -360,6 +361,15 @@ def test_checkpoints_of_earlier_versions_are_read():
         [row | {"response": "text"} for row in reversed(rows[:SIZE])]
     })
     assert group == expected[:SIZE]
+
+
+def test_the_log_of_a_waiting_response_is_the_same_behind_a_checkpoint():
+    """With the chat and the tools that its environment has answered."""
+    chat, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}]
+    episode = replace(scored(0), prompt=Prompt("u", [1, 2], "<hi>", messages=chat, template_kwargs={"tools": tools}),
+                      play=Play([{"role": "assistant", "content": "x"}], turns=1))  # yapf: disable
+    again, = load_finished({"rows": [finished_state(episode)]})
+    assert log_row(again) == log_row(episode) and log_row(again)["messages"][:1] == chat
 
 
 @pytest.mark.dist
