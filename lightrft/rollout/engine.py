@@ -106,7 +106,7 @@ class SteppedEngine(Protocol):
         """Number of tokens of the model."""
 
     def submit(self, episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool = False) -> None:
-        """Queue unfinished episodes. Neighbours whose keys have one role and group share their prompt.
+        """Queue unfinished episodes. Neighbours of one role and group with the same prompt share it.
 
         An episode resumes from the tokens that it has; ``max_new_tokens`` counts them too. With the HF engine and
         SGLang the noise of a token depends on the seed and the token's position alone, so it continues as it would

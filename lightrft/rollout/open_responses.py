@@ -1,13 +1,12 @@
 """Prompts and responses of unfinished episodes, as an engine has them: all but their tokens."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, cast
 
 from torch import Tensor
 
 from lightrft.rollout.engine import SamplingParams
-from lightrft.types import Episode, Key, MediaSpan, Prompt, Segment
+from lightrft.types import Episode, Key, MediaSpan, Prompt, prompt_groups, Segment
 
 
 @dataclass(eq=False)
@@ -101,9 +100,8 @@ class OpenResponse:
 
 def opened(episodes: Mapping[Key, Episode], params: SamplingParams, waits: bool) -> list[list[OpenResponse]]:
     """Open the responses of episodes, group by group; those of a group share their prompt."""
-    groups = []
-    for _, group in groupby(episodes.items(), lambda item: item[0][:2]):
-        members = [*group]
-        prompt = OpenPrompt(first := members[0][1].prompt, len(first.token_ids), left=len(members))
-        groups.append([OpenResponse(key, episode, prompt, params, waits) for key, episode in members])
+    groups, keys = [], iter(episodes)
+    for members in prompt_groups(episodes.values()):
+        prompt = OpenPrompt(first := members[0].prompt, len(first.token_ids), left=len(members))
+        groups.append([OpenResponse(key, episode, prompt, params, waits) for episode, key in zip(members, keys)])
     return groups

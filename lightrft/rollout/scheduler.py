@@ -202,8 +202,8 @@ class Scheduler:
         return engine
 
     def submit(self, episodes: Iterable[Episode], params: SamplingParams, next_turn: NextTurn | None = None) -> Run:
-        """Submit unfinished episodes; neighbours of one role and group share their prompt. A collective of the ranks
-        that share the engine.
+        """Submit unfinished episodes; neighbours of one role and group with the same prompt share it. A collective of
+        the ranks that share the engine.
 
         Raises:
             ValueError: an episode has the key of another unfinished one, or cannot be run.

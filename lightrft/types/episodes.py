@@ -253,8 +253,9 @@ class Episode:
 
 
 def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:
-    """Return the neighbours of one role and group, which share their prompt."""
-    return [[*group] for _, group in groupby(episodes, attrgetter("role", "group_id"))]
+    """Return the neighbours of one role and group that have the same prompt."""
+    alike = attrgetter("role", "group_id", "prompt.token_ids", "prompt.media")
+    return [[*group] for _, group in groupby(episodes, alike)]
 
 
 def unfinished(episodes: Iterable[Episode]) -> list[Episode]:

@@ -61,6 +61,17 @@ def test_two_callers_share_an_engine_and_lose_nothing():
     same(greedy, alone("greedy", GREEDY))
 
 
+def test_responses_of_one_group_read_their_own_prompts():
+    """Such as one whose environment was lost, and has begun otherwise."""
+    (asked, expected), other = (episodes(groups=1) for _ in range(2)), episodes(groups=2)[-1].prompt
+    for each in (asked[1], expected[1]):
+        each.prompt = other
+    generate(engine(), asked, PARAMS)
+    for each in expected:
+        generate(engine(), [each], PARAMS)
+    same(asked, {each.key: each for each in expected})
+
+
 def test_a_run_that_another_caller_has_finished_still_reports():
     shared, few = engine(), episodes(groups=1)
     with Scheduler.of(shared).submit(few, replace(PARAMS, max_new_tokens=1)) as run:
