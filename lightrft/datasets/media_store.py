@@ -80,7 +80,6 @@ class MediaStore:
 
     Attributes:
         media, decoded: those of the rows by key, and how many were decoded so far.
-        most: most media of each kind in one row that a data set keeps; the same on all ranks.
         disk: keeps processed media for other ranks and runs; None: nothing does.
         settings: hash of everything but the content that decides about the tensors of a medium.
         cut: keys of the sounds whose end was cut off, to the window of the processor.
@@ -102,7 +101,6 @@ class MediaStore:
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.cut = set[str]()
         self.media = KnownMedia()
-        self.most = self.media.most
         self._cache, self._lock = ByteCache[MediaTensors](cache_mib * _MIB, attrgetter("nbytes"), least=1), Lock()
         self._pool = ThreadPoolExecutor(workers, "media")
         self._ahead: dict[str, Future[MediaTensors | None]] = {}
@@ -158,6 +156,11 @@ class MediaStore:
                     raise DataError(f"{urls[key].where}: the server sent other bytes to rank {rank} than to rank 0. "
                                     "Download it first and write its path")
         raise DataError("the ranks read different rows with URLs. Give all of them the same files")
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Most media of each kind in one sequence; the same on all ranks."""
+        return self.media.most
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ class KnownMedia(dict[str, Medium]):
     that passes still read; one that is not known is a :class:`UserError`.
 
     Attributes:
-        most: as of a :class:`~lightrft.datasets.media_store.MediaStore`.
+        most: most media of each kind in one sequence: in a row that a data set keeps, and those that are expected.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class PromptReader:
         if not kinds or setup.media is None or not setup.media.most:
             return None
         store = open_store(self.path, self.renderer.tokenizer, setup.data, token_frames(self.path), kinds)
-        store.most = {kind: most for kind, most in setup.media.most.items() if kind in kinds}
+        store.media.most = {kind: most for kind, most in setup.media.most.items() if kind in kinds}
         return store
 
     def prompt(self, item: RewardInput) -> str | list[Message]:

@@ -35,7 +35,7 @@ class MediaSource(Protocol):
 
     @property
     def most(self) -> dict[str, int]:
-        """Most media of each kind in one row."""
+        """Most media of each kind in one sequence."""
 
     @property
     def settings(self) -> str:

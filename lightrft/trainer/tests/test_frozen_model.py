@@ -32,7 +32,7 @@ def test_models_that_read_other_media_are_refused(option, more, home, options, t
     config = config_of(home, tmp_path, **options | {option: str(other)} | more)
     tokenizer = load_tokenizer(str(other))
     store = open_media(str(other), tokenizer, config.data)
-    store.most = {"image": 1}
+    store.media.most = {"image": 1}
     asked = option, str(other), "policy", tokenizer, store
     check_media(*asked)
     settings = json.loads((other / "processor_config.json").read_text())
@@ -40,10 +40,10 @@ def test_models_that_read_other_media_are_refused(option, more, home, options, t
     (other / "processor_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=f"--{option} .*other: its processor makes other pixel_values of media of kind"):
         trainer_of(config, strategy_of(config))
-    store.most = {"audio": 1}
+    store.media.most = {"audio": 1}
     with pytest.raises(UserError, match="takes no media of kind audio, which the rows have"):
         check_media(*asked)
-    store.most = {"image": 1}
+    store.media.most = {"image": 1}
     (other / "processor_config.json").unlink()
     check_media(*asked)
     assert f"--{option} {other}: it is not known whether it reads the media as --pretrain" in capfd.readouterr().err
