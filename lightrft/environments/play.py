@@ -148,6 +148,11 @@ class Player:
                 if not episode.open:
                     self._close(episode)
 
+    def leave(self, episodes: Iterable[Episode]) -> None:
+        """Close the sessions of episodes that go on at another rank, where their turns are played again."""
+        for episode in episodes:
+            self._close(episode)
+
     @property
     def role(self) -> str:
         """Role of the messages that answer most turns."""

@@ -256,6 +256,14 @@ class FastExperienceMaker:
         """Return this rank's share of ``items``, dealt one by one."""
         return self.strategy.mesh.engines.of(items)
 
+    def exchange(self, outgoing: list[list[Episode]]) -> list[Episode]:
+        """Send ``outgoing[r]`` to rank r, which goes on with these episodes; return those for this rank. A collective.
+        """
+        for rank, episodes in enumerate(outgoing):
+            if rank != self.strategy.rank and isinstance(self.environment, Player):
+                self.environment.leave(episodes)
+        return [*chain.from_iterable(self.strategy.exchange(outgoing))]
+
     def advance(self, mine: list[Episode], quota: int, due: set[int]) -> tuple[list[Episode], Wait]:
         """Generate until ``quota`` of this rank's groups are finished, and all with a number in ``due``; a collective.
 

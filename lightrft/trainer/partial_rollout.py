@@ -108,7 +108,7 @@ class OversamplingSource:
         """Deal the running groups; return those of this rank, of which some come from other ranks or are new."""
         shares = self.strategy.mesh.engines.all(running)
         sent = [[episode for number in share for episode in self.groups.pop(number, ())] for share in shares]
-        begun = by_group(chain.from_iterable(self.strategy.exchange(sent)))
+        begun = by_group(self.maker.exchange(sent))
         dealt = {number: begun[number] if number in begun else self.maker.open(number, drawn[number], "draw")
                  for number in self.maker.deal(running)}  # yapf: disable
         self.groups |= dealt

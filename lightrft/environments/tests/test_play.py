@@ -22,7 +22,9 @@ from lightrft.strategy.strategy import SingleProcessStrategy
 from lightrft.tests.support import environments, runs, tool_models
 from lightrft.tests.support.environment_ranks import gradients, lived, ready as trainer
 from lightrft.tests.support.invariants import largest_gap
+from lightrft.tests.support.threads import World
 from lightrft.trainer.carried_groups import group_state, load_group
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker
 from lightrft.trainer.overlapped_passes import PassThread
 from lightrft.trainer.play_metrics import play_metrics
 from lightrft.trainer.samples import reward_input
@@ -185,6 +187,19 @@ def test_turns_of_a_response_from_a_checkpoint_are_played_again(player, left_her
     assert (play.restarts, play.replays, turns, play.reward) == ((1, 0, 1, 0.5) if otherwise else (0, 1, 2, 1.0))
     assert moved.token_ids[:len(before)] == before, "its tokens"
     assert played(player, [moved])[0].endswith(f" {turns + 1}"), "a session that is here goes on"
+
+
+def test_a_response_that_goes_on_at_another_rank_has_no_session_here(player):
+    stays, moves = (Episode.group(chat_prompt(player), number, [5], role="moved") for number in range(2))
+    played(player, [*stays, *moves])
+
+    def exchange(strategy):
+        first = strategy.rank == 0
+        maker = SimpleNamespace(strategy=strategy, environment=player if first else None)
+        return FastExperienceMaker.exchange(maker, [stays, moves] if first else [[], []])
+
+    assert World(2).run(exchange) == [stays, moves]
+    assert stays[0].key in player._sessions and moves[0].key not in player._sessions
 
 
 @pytest.mark.parametrize("place", ["reset", "step"])

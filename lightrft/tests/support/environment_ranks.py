@@ -55,10 +55,11 @@ def measure(home: Path, folder: Path) -> dict[str, dict[str, Tensor]]:
 
 def lived(made: SPMDPPOTrainer) -> list[Episode]:
     """Train; the responses of all steps. Each answer of ``Faulty`` has the seed of its environment and the number of
-    turns that this has seen."""
+    turns that this has seen. No session outlives its response, wherever that has ended."""
     complete, seen = made.maker.complete, list[Episode]()
     made.maker.complete = lambda episodes, *rest: seen.extend(episodes) or complete(episodes, *rest)
     made.fit()
+    assert not made.environment._sessions
     for episode in seen:
         answers = [message["content"].split() for message in episode.play.messages[1::2]]
         hint = episode.prompt.messages[-1]["content"].split()
