@@ -1,4 +1,5 @@
 """Strategies on a process group: joining and leaving the one that torchrun describes, its collectives."""
+import atexit
 import os
 import time
 from collections import Counter
@@ -135,9 +136,14 @@ def network_hint() -> Iterator[None]:
 
 
 def leave(destroy: Callable[[], None] = dist.destroy_process_group) -> None:
-    """Destroy every group, and give its threads the time to release their tensors."""
+    """Destroy every group. Its threads have time to release their tensors before the interpreter ends."""
     destroy()
-    time.sleep(DRAIN_S)
+    atexit.unregister(_drain)
+    atexit.register(_drain, time.monotonic() + DRAIN_S)
+
+
+def _drain(until: float) -> None:
+    time.sleep(max(0.0, until - time.monotonic()))
 
 
 def count_ranks(device_type: str) -> int:
