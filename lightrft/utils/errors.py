@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,6 +109,7 @@ def absent_packages_are_expected() -> Iterator[None]:
 
 def _required_modules() -> set[str]:
     """Return the modules of the distributions that lightrft requires without an extra; none if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, requires  # a fifth of the start of a worker, which needs none
     with suppress(PackageNotFoundError):
         needed = [text for text in requires("lightrft") or [] if "extra ==" not in text]
         names = [re.split(r"[^\w-]", text)[0].lower().replace("-", "_") for text in needed]
