@@ -1,13 +1,16 @@
 """Environment of the process: ranks, random state, threads, memory."""
 import ctypes
 import gc
+import hashlib
 import os
 import random
 import resource
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,17 @@ class World:
     def is_main(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
+
+
+def process_space() -> str:
+    """Identifier of this ``/proc``: where it is equal, on one machine and in one container, a process number means the
+    same process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # unknown: a name that never occurs again
+        return secrets.token_hex(4)
+    return hashlib.blake2s(f"{boot} {space} {os.uname().nodename}".encode(), digest_size=4).hexdigest()
 
 
 def seed_everything(seed: int) -> None:

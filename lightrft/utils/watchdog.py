@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from lightrft.utils.env import World
+from lightrft.utils.env import World, process_space
 from lightrft.utils.errors import ExpectedError, leave_error
 from lightrft.utils.logging import get_logger
 
@@ -87,6 +86,11 @@ def main_stack() -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)\n"
 
 
+def _is_near(beat: dict[str, Any]) -> bool:
+    """Return True if the process number of a rank's ``beat`` means the same process here."""
+    return beat.get("space") == process_space()
+
+
 def _runs(pid: int) -> bool:
     """Return True for a process of this machine that has not ended; one that nobody has waited for (a zombie) has."""
     try:
@@ -114,10 +118,11 @@ def _of_collective(error: Exception, text: str) -> bool:
 class Watchdog:
     """Watches the other ranks from a thread, through a store; ``with Watchdog(...):`` around the whole run.
 
-    Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, that was
-    in one phase for longer than ``timeout_s`` without a :func:`tick`, or that wrote nothing for ``silence_s`` (before
-    its first step at least :data:`START_SILENCE_S`) is a failure: every rank prints it with the phases and stacks that
-    are known and exits with code 1. One process needs no store and no thread.
+    Every second a rank writes its phase; rank r reads rank r + 1 and the list of failures. A rank that raised, whose
+    process is gone (seen on its own machine), that was in one phase for longer than ``timeout_s`` without a
+    :func:`tick`, or that wrote nothing for ``silence_s`` (before its first step at least :data:`START_SILENCE_S`) is a
+    failure: every rank prints it with the phases and stacks that are known and exits with code 1. One process needs no
+    store and no thread.
     An :class:`ExpectedError` is reported once (by the rank with ``speaks``; rank 0 is first); others exit quietly.
 
     Args:
@@ -217,7 +222,7 @@ class Watchdog:
 
     def _cause_elsewhere(self, error: Exception, text: str) -> dict[str, Any] | None:
         """Failure of another rank before this one raised: a published one, or, of an error with the traceback ``text``
-        that came out of a collective, silence for three seconds. Else that rank may just be loading a library."""
+        that came out of a collective, its end, or silence for three seconds. Else it may just be loading a library."""
         if _of_collective(error, text) and self._failure() is None:
             if (dead := self._dead_peers()) and self._failure() is None:
                 self._publish_silent(dead[0], _GRACE_S)
@@ -234,7 +239,7 @@ class Watchdog:
                 self._beat(count, stuck)
                 if stuck > self.timeout_s and not self._reporting:
                     self._publish_stuck(stuck)
-                if self._is_silent(self._read(f"beat/{neighbour}")):
+                if self._is_silent(self._read(f"beat/{neighbour}")) or self._is_gone(neighbour):
                     self._publish_silent(neighbour, self._silence)
                 failure = self._failure()
             except RuntimeError as lost:
@@ -255,9 +260,17 @@ class Watchdog:
         self._seen, self._silence = beat, self._silence + BEAT_S if same else 0.0
         return self._silence >= (max(START_SILENCE_S, self.silence_s) if b"starting" in beat else self.silence_s)
 
+    def _is_gone(self, rank: int) -> bool:
+        """Return True for a rank of this machine whose process has ended without a last word. Whatever a process writes
+        is there when it has ended, so it is read after the look at the process."""
+        beat = self._read(f"beat/{rank}")
+        known = json.loads(beat or b"{}")
+        ended = "pid" in known and _is_near(known) and not _runs(known["pid"])
+        return ended and self._read(f"beat/{rank}") == beat and self._failure() is None
+
     def _beat(self, count: int, stuck: float) -> None:
         value: dict[str, Any] = {"count": count, "phase": self.phase(), "seconds": round(stuck)}
-        value |= {"host": socket.gethostname(), "pid": os.getpid()}
+        value |= {"space": process_space(), "pid": os.getpid()}
         value |= {} if self._started() else {"starting": True}
         self._store.set(f"beat/{self.rank}", json.dumps(value))
 
@@ -282,7 +295,7 @@ class Watchdog:
     def _publish_silent(self, rank: int, seconds: float) -> None:
         """Publish that a rank wrote nothing for ``seconds``: it died, stands still, or, on another machine, either."""
         beat = json.loads(self._read(f"beat/{rank}") or b"{}")
-        if beat.get("host") != socket.gethostname():
+        if not _is_near(beat):
             what = f"was silent for {seconds:.0f} s: it {_DIED}, or it stands still. {_PATIENCE}"
         else:
             what = f"{_STANDS}: silent for {seconds:.0f} s. {_PATIENCE}" if _runs(beat["pid"]) else _DIED
@@ -294,9 +307,14 @@ class Watchdog:
         return json.loads(first) if first else None
 
     def _dead_peers(self) -> list[int]:
-        """Ranks that beat once but not within the next three seconds."""
+        """Ranks that beat once and are gone, or do not beat within the next three seconds; none matters once a failure
+        is known."""
         before = {rank: self._read(f"beat/{rank}") for rank in range(self.world_size) if rank != self.rank}
-        time.sleep(_GRACE_S)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and self._failure() is None:
+            if gone := [rank for rank in before if self._is_gone(rank)]:
+                return gone
+            time.sleep(0.1)
         return [
             rank for rank, beat in before.items() if beat and b"done" not in beat and self._read(f"beat/{rank}") == beat
         ]

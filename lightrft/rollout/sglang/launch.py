@@ -1,12 +1,10 @@
 """Start of SGLang in this process: its environment, arguments, children and files, and the models that it refuses."""
 import asyncio
 import atexit
-import hashlib
 import json
 import logging
 import multiprocessing
 import os
-import secrets
 import shutil
 import socket
 import tempfile
@@ -28,7 +26,7 @@ from lightrft.rollout.sglang.media import take_processed_media
 from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.rollout.vllm.launch import process_state_kept
 from lightrft.rollout.engines import sequences_at_once
-from lightrft.utils.env import total_memory, World
+from lightrft.utils.env import process_space, total_memory, World
 from lightrft.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -231,7 +229,7 @@ def claim() -> Path:
     Raises:
         UserError: sockets in it would have longer names than the system allows.
     """
-    ours = f"{_PREFIX}{_here()}-"
+    ours = f"{_PREFIX}{process_space()}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
         if not Path("/proc", folder.name.removeprefix(ours).split("-")[0]).exists():
             remove(folder)
@@ -241,16 +239,6 @@ def claim() -> Path:
         raise UserError(f"TMPDIR {folder.parent}: SGLang's sockets there would have names of more than {_SOCKET_PATH} "
                         f"bytes; set TMPDIR to a path that is at least {excess} bytes shorter, such as /tmp")
     return folder
-
-
-def _here() -> str:
-    """Identifier of this ``/proc`` among the machines and containers with the same TMPDIR."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # unknown: a name that never occurs again, so that nothing is removed
-        return secrets.token_hex(4)
-    return hashlib.blake2s(f"{boot} {space} {os.uname().nodename}".encode(), digest_size=4).hexdigest()
 
 
 def move(ports: Any, folder: Path) -> None:

@@ -23,7 +23,7 @@ from lightrft.rollout.weight_sync.sync import WeightManifest
 from lightrft.tests.support import tiny
 from lightrft.tests.support.sglang_environment import FOLDER, in_its_environment, PYTHON
 from lightrft.tests.support.warmed_up import fixture_warmed_up
-from lightrft.utils.env import World, total_memory
+from lightrft.utils.env import process_space, total_memory, World
 from lightrft.utils.errors import UserError
 
 fixture_warmed_up = fixture_warmed_up  # pytest finds it here
@@ -204,7 +204,7 @@ def test_only_what_the_dead_of_this_machine_left_is_removed(short, monkeypatch):
     for source in (os, "uname", lambda: SimpleNamespace(nodename="other")), (os, "readlink", lambda path: "pid:[7]"):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(*source)
-            assert launch._here() != own
+            assert process_space() != own
     gone = str(2**22 + 1)  # larger than any process id
     names = [f"lightrft-sglang-{host}-{one}-x" for host, one in ((own, gone), ("0badcafe", gone), ("0badcafe", pid))]
     for name in names:

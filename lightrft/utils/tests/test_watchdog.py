@@ -7,6 +7,7 @@ import subprocess
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore
@@ -152,7 +153,7 @@ def test_a_silent_rank_is_dead_only_if_its_process_is_gone(state, words, monkeyp
     store, child = HashStore(), subprocess.Popen(["sleep", "100"])
     with monkeypatch.context() as context:
         context.setattr(watchdog.os, "getpid", lambda: child.pid)
-        context.setattr(watchdog.socket, "gethostname", lambda name=socket.gethostname(): name +
+        context.setattr(watchdog, "process_space", lambda here=watchdog.process_space(): here +
                         (state == "elsewhere") * "2")
         Watchdog(1, 2, lambda: "forward", 100.0, store)._beat(1, 0.0)
     child.send_signal(signal.SIGKILL if state == "killed" else signal.SIGSTOP)
@@ -164,6 +165,24 @@ def test_a_silent_rank_is_dead_only_if_its_process_is_gone(state, words, monkeyp
     child.wait()
     failure = watched._failure()
     assert failure["rank"] == 1 and failure["phase"] == "forward" and re.match(words, failure["what"]), failure
+
+
+@pytest.mark.parametrize("said", ["nothing", "done", "failure"])
+def test_a_rank_whose_process_has_ended_is_dead_at_the_next_look_unless_it_said_why(said, monkeypatch):
+    store, child = HashStore(), subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    other, watched = (Watchdog(rank, 2, lambda: "forward", 100.0, store) for rank in (1, 0))
+    with monkeypatch.context() as context:
+        context.setattr(watchdog.os, "getpid", lambda: child.pid)
+        other._beat(1, 0.0)
+    assert not watched._is_gone(1)
+    if said == "done":
+        other._stop.set()
+        other._thread = SimpleNamespace(join=lambda: None)  # it was not started
+        other._end()
+    elif said == "failure":
+        other._publish(1, "raised", "")
+    child.communicate()
+    assert watched._is_gone(1) == (said == "nothing")
 
 
 def raised(error, file):
