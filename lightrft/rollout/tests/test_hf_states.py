@@ -18,7 +18,7 @@ from lightrft.rollout.vllm.launch import engine_arguments
 from lightrft.rollout.vllm.states import ON_CPUS, REFUSED
 from lightrft.tests.support import naive_decode, tiny
 from lightrft.tests.support.episodes import generate, Group, keyed
-from lightrft.tests.support.hybrids import REFUSED_BY_ENGINE, STORED
+from lightrft.tests.support.hybrids import IN_FLOAT32, REFUSED_BY_ENGINE
 from lightrft.tests.support.stepping import ANSWER, collect, rounds_keep_to_the_protocol, same
 from lightrft.tests.support.turns import PARAMS, turns_are_those_by_hand, turns_have_the_scores
 from lightrft.types import Key
@@ -138,7 +138,7 @@ def test_engines_that_cannot_run_them_are_refused_by_name():
         check_states(RolloutConfig(engine_type="sglang"), config)
     with pytest.raises(UserError, match="in bfloat16 alone: add --bf16"):
         engine_arguments(RolloutConfig(engine_type="vllm"), config, cpu, False, World(), 9)
-    for family in sorted(tiny.STATEFUL.keys() - STORED):
+    for family in sorted(tiny.STATEFUL.keys() - IN_FLOAT32):
         with pytest.raises(UserError,
                            match=f"vllm: model type '{family}' has .*{refused.get(family, 'never compared')}"):
             check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config(family), False, True)

@@ -19,9 +19,9 @@ from lightrft.rollout.weight_sync.verify import WeightSyncError, get_weight_sync
 from lightrft.tests.support import tiny, tiny_vision
 from lightrft.tests.support.engine_rig import (EXACT, NEW, STOPS, frozen_weights_come_once, names_a_fault,
                                                names_faults_of_experts, requests)
-from lightrft.tests.support.episodes import generate
+from lightrft.tests.support.episodes import Group, generate
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET, TWIN
-from lightrft.tests.support.hybrids import STORED, SYNCED
+from lightrft.tests.support.hybrids import IN_FLOAT32, STORED, SYNCED
 from lightrft.tests.support.quick_starts import quick_starts
 from lightrft.tests.support.vision_rig import RawMedia
 from lightrft.types import Prompt
@@ -45,7 +45,9 @@ STATES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 128, "linea
           "initializer_range": 0.06}  # yapf: disable
 SMALL = SIZES | {"mamba_expand": 1, "initializer_range": 0.06}
 LONE = TARGET.replace("q_proj", "o_proj")  # vLLM fuses it with no other
-STATE = re.compile(r"layers\.0\.(mamba|mixer)\.")
+HEADS = {"A_log", "D", "dt_bias"}
+STATE = re.compile(r"layers\.0\.(mamba|mixer|conv)\.")
+SHORT = [Group([40 + i] * (1 + i), [i]) for i in range(3)]  # a prompt of one token begins without a state too
 PROMPTS = [Prompt(str(i), list(range(40 + 5 * i, 80 + 6 * i)), "") for i in range(4)]  # longer than a block of 32
 
 
@@ -159,23 +161,24 @@ def test_weights_of_layers_with_state_arrive(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name if name == "granitemoehybrid" else pytest.param(name, marks=pytest.mark.whole)
-                                  for name in STORED])  # yapf: disable
-def test_weights_of_mamba_2_arrive(name, tmp_path):
-    """In float32, to its rounding. vLLM stores the decay of a head in place of its logarithm."""
-    rig = Rig(tiny.save_model(tmp_path, name, **SMALL))
+                                  for name in IN_FLOAT32])  # yapf: disable
+def test_weights_of_layers_with_state_arrive_in_float32(name, tmp_path):
+    """To its rounding. vLLM stores the decay of a head of Mamba 2 in place of its logarithm."""
+    mamba_2, rig = name in STORED, Rig(tiny.save_model(tmp_path, name, **SMALL))
     with torch.no_grad():
         for name, weight in rig.actor.named_parameters():
             if STATE.search(name) and weight.ndim == 1:
                 weight.uniform_(0.5, 1.5)
     for _ in range(2):
         assert rig.sync() < 1e-5
-        mean, largest = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
-        assert mean < EXACT and largest < 2e-5, (mean, largest)
+        for asked in (requests(2), SHORT):
+            mean, largest = rig.gap(asked, SamplingParams(NEW, stop_token_ids=STOPS))
+            assert mean < EXACT and largest < 2e-5, (mean, largest)
         rig.learn()
     compared = set(rig.proof.fingerprints.trainer)
     assert set(rig.vllm.weights.shapes) == set(rig.vllm.weight_dtypes()) == compared
     names = [name for name in compared if STATE.search(name)]
-    assert {name.rpartition("mamba.")[2].rpartition("mixer.")[2] for name in names} >= {"A_log", "D", "dt_bias"}
+    assert {STATE.sub("", name).removeprefix("model.") for name in names} >= (HEADS if mamba_2 else {"conv.weight"})
     for name in names:
         names_a_fault(rig, "rows", name)
     with quick_starts():

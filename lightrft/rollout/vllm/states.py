@@ -11,7 +11,7 @@ from lightrft.models.activations import ModelShape
 from lightrft.utils.errors import UserError
 
 _IN_BFLOAT16 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # on a CPU: vLLM's kernels there are of bfloat16
-_MAMBA_2 = ("falcon_h1", "granitemoehybrid")
+_IN_FLOAT32 = ("falcon_h1", "granitemoehybrid", "lfm2")  # and in bfloat16
 _NO_LIMITS = (0.0, math.inf)
 _NO_CODE, _ON_GPUS = "vLLM has no code of its own for it", "vLLM has kernels for it on GPUs alone"
 _NEVER = "its log-probs there were never compared with those of the trainer"
@@ -20,7 +20,6 @@ REFUSED = {
 }  # yapf: disable
 ON_CPUS = {
     "jamba": _ON_GPUS, "kimi_linear": _ON_GPUS, "olmo_hybrid": _ON_GPUS,
-    "lfm2": "vLLM computes it otherwise on a CPU, by 0.12 nats of a tiny model in float32",
 }  # yapf: disable
 
 
@@ -35,7 +34,7 @@ def state_arguments(config: PretrainedConfig, cuda: bool, bf16: bool) -> dict[st
     family = config.get_text_config().model_type.removesuffix("_text")
     shape = ModelShape.of(config)
     limits = tuple(getattr(config.get_text_config(), "time_step_limit", None) or _NO_LIMITS)
-    compared = family in _IN_BFLOAT16 or family in _MAMBA_2 and shape is not None and not shape.mixture
+    compared = family in _IN_BFLOAT16 or family in _IN_FLOAT32 and shape is not None and not shape.mixture
     if not compared or limits != _NO_LIMITS:
         reason = (REFUSED if cuda else REFUSED | ON_CPUS).get(family, _NEVER)
         if compared:
@@ -45,7 +44,10 @@ def state_arguments(config: PretrainedConfig, cuda: bool, bf16: bool) -> dict[st
     if not cuda and not bf16 and family in _IN_BFLOAT16:
         raise UserError(f"--engine_type vllm: vLLM computes layers with state of model type {family!r} on a CPU in "
                         "bfloat16 alone: add --bf16, or use --engine_type hf")
-    return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}  # as transformers stores them
+    arguments = {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}  # as transformers stores them
+    if family == "lfm2":  # vLLM asks for its widths twice; transformers reads the hidden size alone
+        arguments["hf_overrides"] = {"conv_dim": config.hidden_size, "block_dim": config.hidden_size}
+    return arguments
 
 
 def _decay(log: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from lightrft.tests.support.strategy_ranks import KINDS, RESUMED
 FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]  # packed, exported and resumed
 REFUSED_BY_ENGINE = {"kimi_linear"}  # whose keys and values differ in shape
 DECODED = [family for family in FAMILIES if family not in REFUSED_BY_ENGINE]
-STORED = ("falcon_h1", "granitemoehybrid")  # of Mamba 2: into vLLM too
+STORED = ("falcon_h1", "granitemoehybrid")  # of Mamba 2
+IN_FLOAT32 = (*STORED, "lfm2")  # into vLLM
 SYNCED = {"qwen3_5": 9, "qwen3_5_moe": 9, "qwen3_next": 7}  # into vLLM; number of weights of a layer with state
 COLUMNS = ("model type", "packed", "shared prompt", "hf engine", "sync to vLLM", "export", "resume", "two strategies")
 RIGHT, UNTRIED = "right", "not tried"
@@ -24,7 +25,7 @@ def trained(options: dict[str, Any]) -> set[str]:
 
 def in_vllm(family: str) -> str:
     """What vLLM does with a family."""
-    if family in STORED:
+    if family in IN_FLOAT32:
         return f"{RIGHT}, in float32"
     if family in SYNCED:
         return f"{RIGHT}, in bfloat16"
