@@ -144,9 +144,6 @@ def test_engines_that_cannot_run_them_are_refused_by_name():
             check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config(family), False, True)
     with pytest.raises(UserError, match="'jamba' .* never compared"):
         check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config("jamba"), True, True)
-    mixture = tiny.config("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(UserError, match="'granitemoehybrid' .* never compared"):
-        engine_arguments(RolloutConfig(engine_type="vllm"), mixture, cpu, True, World(), 9)
     limited = tiny.config("falcon_h1", time_step_limit=[0.001, 0.1])
     with pytest.raises(UserError, match=r"'falcon_h1' .* time_step_limit \(0.001, 0.1\). Use --engine_type hf"):
         engine_arguments(RolloutConfig(engine_type="vllm"), limited, cpu, True, World(), 9)

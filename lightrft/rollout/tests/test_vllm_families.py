@@ -45,6 +45,7 @@ STATES = {"hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 128, "linea
           "initializer_range": 0.06}  # yapf: disable
 SMALL = SIZES | {"mamba_expand": 1, "initializer_range": 0.06}
 LONE = TARGET.replace("q_proj", "o_proj")  # vLLM fuses it with no other
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 HEADS = {"A_log", "D", "dt_bias"}
 STATE = re.compile(r"layers\.0\.(mamba|mixer|conv)\.")
 SHORT = [Group([40 + i] * (1 + i), [i]) for i in range(3)]  # a prompt of one token begins without a state too
@@ -160,11 +161,13 @@ def test_weights_of_layers_with_state_arrive(name, tmp_path):
     rig.vllm.shutdown()
 
 
-@pytest.mark.parametrize("name", [name if name == "granitemoehybrid" else pytest.param(name, marks=pytest.mark.whole)
-                                  for name in IN_FLOAT32])  # yapf: disable
-def test_weights_of_layers_with_state_arrive_in_float32(name, tmp_path):
+@pytest.mark.parametrize("name, changes", [
+    ("granitemoehybrid", EXPERTS),
+    *[pytest.param(name, {}, marks=pytest.mark.whole) for name in IN_FLOAT32],
+])  # yapf: disable
+def test_weights_of_layers_with_state_arrive_in_float32(name, changes, tmp_path):
     """To its rounding. vLLM stores the decay of a head of Mamba 2 in place of its logarithm."""
-    mamba_2, rig = name in STORED, Rig(tiny.save_model(tmp_path, name, **SMALL))
+    mamba_2, rig = name in STORED, Rig(tiny.save_model(tmp_path, name, **SMALL, **changes))
     with torch.no_grad():
         for name, weight in rig.actor.named_parameters():
             if STATE.search(name) and weight.ndim == 1:

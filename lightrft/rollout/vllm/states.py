@@ -7,7 +7,6 @@ import torch
 from torch import nn, Tensor
 from transformers import PretrainedConfig
 
-from lightrft.models.activations import ModelShape
 from lightrft.utils.errors import UserError
 
 _IN_BFLOAT16 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # on a CPU: vLLM's kernels there are of bfloat16
@@ -32,9 +31,8 @@ def state_arguments(config: PretrainedConfig, cuda: bool, bf16: bool) -> dict[st
         UserError: vLLM cannot compute them on this device, computes them otherwise, or nobody has compared them.
     """
     family = config.get_text_config().model_type.removesuffix("_text")
-    shape = ModelShape.of(config)
     limits = tuple(getattr(config.get_text_config(), "time_step_limit", None) or _NO_LIMITS)
-    compared = family in _IN_BFLOAT16 or family in _IN_FLOAT32 and shape is not None and not shape.mixture
+    compared = family in _IN_BFLOAT16 or family in _IN_FLOAT32
     if not compared or limits != _NO_LIMITS:
         reason = (REFUSED if cuda else REFUSED | ON_CPUS).get(family, _NEVER)
         if compared:

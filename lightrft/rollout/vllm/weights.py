@@ -79,19 +79,22 @@ def in_plain_layers(model: nn.Module, derived: Iterable[nn.Module], shapes: Shap
 _INNER_TOWER = {"model.vision_tower.": "model.vision_tower.vision_model."}  # of CLIP and SigLIP
 _NO_MAPPER = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
               "model.": ""}  # yapf: disable
+_JOINED_EXPERTS = {".router.weight": ".router.layer.weight", ".experts.gate_up_proj": ".input_linear.weight",
+                   ".experts.down_proj": ".output_linear.weight"}  # of Granite  # yapf: disable
 
 
 def under_native_names(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of ``stream`` under the names that vLLM's loader of ``model`` reads, which for some vision
-    and audio models are older than those of transformers' modules."""
+    """Yield the tensors of ``stream`` under the names that vLLM's loader of ``model`` reads, which for some
+    models are older than those of transformers' modules."""
     modules, prefixes = {name for name, _ in model.named_modules()}, {}
+    suffixes = _JOINED_EXPERTS if type(model).__name__.startswith("GraniteMoe") else {}
     if "vision_tower.vision_model" in modules:
         prefixes = _INNER_TOWER
     elif "language_model.lm_head" in modules and not hasattr(model, "hf_to_vllm_mapper"):  # Qwen2-Audio
         prefixes = _NO_MAPPER
     for name, tensor in stream:
-        yield next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)),
-                   name), tensor
+        name = next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
+        yield next((name.removesuffix(old) + new for old, new in suffixes.items() if name.endswith(old)), name), tensor
 
 
 def unused_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
