@@ -19,13 +19,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lightrft.config.prompt_schema import MediaConfig
 from lightrft.datasets.decoding import decode, image_size, Video
+from lightrft.datasets.known_media import KnownMedia
 from lightrft.datasets.media import KINDS, MediaError, MediaRules, Medium, shorten
 from lightrft.datasets.media_cache import DiskCache, settings_of
 from lightrft.datasets.pictures import fitted, resized
 from lightrft.datasets.processing import check_order, Decoded, host_bytes, MediumProcessor
 from lightrft.datasets.prompt_rows import Message
 from lightrft.datasets.rows import DataError
-from lightrft.datasets.shown_pictures import KnownMedia
 from lightrft.datasets.waveform import Waveform
 from lightrft.types import MediaTensors
 from lightrft.utils.byte_cache import ByteCache, OncePerKey

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightrft.environments.base import Message, Step, Task, Turn, UnreadMedia
 from lightrft.environments.interop import called, extra_info, MadePerRow, number, numbers, row_of
-from lightrft.environments.pictures import is_frame, parts_of
+from lightrft.environments.observations import is_frame, parts_of
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours of a terminal
 _FRAME = "Let observe() return it as PIL.Image.fromarray(frame), with --env_images N, or describe it"

@@ -12,15 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.control_tokens import special_ids
-from lightrft.datasets.media import MediaError
-from lightrft.datasets.media_prompts import with_tokens
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rendering import Renderer
+from lightrft.datasets.rows import DataError
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
 from lightrft.environments.chat_format import ChatFormat
+from lightrft.environments.media import Pictures
+from lightrft.environments.opened_prompt import opened_prompt
 from lightrft.environments.pool import Answer, EnvironmentPool
-from lightrft.environments.shown import Pictures
 from lightrft.rollout.scheduler import NextTurn, PendingTurn, Turn
 from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.errors import UserError
@@ -83,7 +83,7 @@ class PendingAnswer(Asked):
             return None
         try:
             return self._following(play, answer)
-        except MediaError as error:  # a picture without its place, or one that the model's processor refuses
+        except DataError as error:  # its template or its processor refuses them, or a picture has no place
             play.failure = "exception"
             self.player.log_once(Failure("exception", str(error)))
             return None
@@ -283,7 +283,7 @@ class Player:
         """Add the messages of ``reset``, the same for a group, to the prompt of its episodes.
 
         Raises:
-            UserError: they differ within the group, or make the prompt too long.
+            UserError: they differ within the group, or the prompt is a text.
         """
         begun = [answer for answer in answers if isinstance(answer, Step)]
         if any(answer.messages != begun[0].messages for answer in begun):
@@ -294,11 +294,11 @@ class Player:
         asked = prompt = group[0].prompt
         shown = list[Shown]()
         if begun and begun[0].messages:
-            try:
-                shown = self.pictures.of(begun[0])
-                prompt = self._opened(asked, begun[0].messages, shown)
-            except MediaError as error:  # as of a turn
-                answers = [Failure("exception", str(error)) for _ in answers]
+            opened = self._opened(asked, begun[0])
+            if isinstance(opened, Failure):
+                answers = [opened for _ in answers]
+            else:
+                prompt, shown = opened
         for episode, answer in zip(group, answers):
             if prompt is not asked:
                 _play(episode).asked = {name: getattr(asked, name) for name in _ASKED}
@@ -307,20 +307,12 @@ class Player:
                 _play(episode).failure = answer.cause
                 self.log_once(answer)
 
-    def _opened(self, prompt: Prompt, messages: "Sequence[Message] | str", shown: Sequence[Shown]) -> Prompt:
-        if self.form is None or not prompt.messages or isinstance(messages, str):
+    def _opened(self, prompt: Prompt, answer: Step) -> "tuple[Prompt, list[Shown]] | Failure":
+        if self.form is None or not prompt.messages:
             raise UserError(f"--environment {self.pool.spec.title}: reset() gave messages, and the prompt "
                             f"{prompt.uid!r} is a text; write it as messages, or use --apply_chat_template")
-        every = _behind(prompt.messages, self.form.safe(messages), self.pool.info.continues_prompt)
-        media = prompt.media + tuple(one.key for one in shown)
-        opened = replace(prompt, messages=every, media=media)
-        opened, = with_tokens([opened], [self.form.prompt(every, prompt.template_kwargs)], self.pictures.store)
-        if len(opened.token_ids) > self.prompt_max_len or len(shown) > self.pictures.most:
-            raise UserError(
-                f"the prompt {prompt.uid!r} with the messages of reset() has {len(opened.token_ids)} tokens, "
-                f"and --prompt_max_len is {self.prompt_max_len}; {len(shown)} of its pictures are those of "
-                f"reset(), and --env_images is {self.pictures.most}. Raise them, or shorten the messages")
-        return opened
+        return opened_prompt(prompt, answer, self.form, self.pictures, self.prompt_max_len,
+                             self.pool.info.continues_prompt)  # yapf: disable
 
     def _ask(self, ended: list[Episode], max_new_tokens: int) -> "list[Turn | PendingAnswer]":
         """Pass the last turns of episodes to their sessions; one without an environment ends."""
@@ -362,18 +354,6 @@ class Player:
         _, session = self._sessions.pop(episode.key, (None, None))
         if session is not None:
             self.pool.close(session)
-
-
-def _behind(prompt: Sequence[Message], opened: list[Message], continues: bool) -> list[Message]:
-    """Return the messages of a prompt and those of ``reset``; with ``continues``, one of the user there is a part of
-    the one before it."""
-    if not continues or prompt[-1]["role"] != opened[0]["role"]:
-        return [*prompt, *opened]
-    first, second = prompt[-1]["content"], opened[0]["content"]
-    if isinstance(first, list) or isinstance(second, list):
-        first, second = ([{"type": "text", "text": each}] if isinstance(each, str) else each
-                         for each in (first, second))  # yapf: disable
-    return [*prompt[:-1], prompt[-1] | {"content": first + second}, *opened[1:]]
 
 
 def _await(futures: "Iterable[Future[Answer]]") -> None:

@@ -13,7 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightrft.environments.base import EnvironmentSpec, Failure, Info, Step, Task, Turn
-from lightrft.environments.pictures import MAX_SHOWN_BYTES
+from lightrft.environments.observations import MAX_SHOWN_BYTES
 from lightrft.rewards.workers.pool import kill_group, NoProcessError, start_process
 from lightrft.utils.errors import UserError
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
 from lightrft.environments.interop import called_at_once
-from lightrft.environments.pictures import parts_of
+from lightrft.environments.observations import parts_of
 from lightrft.utils.errors import CaptureException, first_line, UserError
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 from lightrft.environments import interop
 from lightrft.environments.base import Step, Task, Turn, UnreadMedia
 from lightrft.environments.loading import load
-from lightrft.environments.pictures import check_size, encoded, has_pictures, plain_messages
+from lightrft.environments.observations import check_size, encoded, has_pictures, plain_messages
 from lightrft.rewards.workers.event_loop import LOOP_FILES
 from lightrft.rewards.workers.lifetime import die_with, end_group
+from lightrft.rewards.workers.prints import label_prints
 from lightrft.utils.errors import CaptureException
 
 MAX_BYTES = 1 << 20  # of one answer without its pictures: the context of a model is smaller
@@ -195,6 +196,7 @@ def _encoded(message: dict[str, Any]) -> bytes:
 def main(fd: int, parent: int) -> None:
     """Entry point of the process: ``fd`` is its end of the pipe."""
     die_with(parent, fd)
+    label_prints("env worker")
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     server = Server(Connection(fd))

@@ -85,8 +85,8 @@ def test_faults_of_environments_on_two_ranks(home, tmp_path):
     faults = started["faults"]
     assert faults.wait(LIMIT_S) == [0, 0], faults.output
     lines = runs.read_lines(tmp_path / "faults" / "run" / "metrics.jsonl")
-    counts = {"timeout": 1, "exception": 2, "worker_died": 1, "max_turns": 0, "no_room": 0, "restarts": 0,
-              "replays": 0}  # yapf: disable
+    counts = {"timeout": 1, "exception": 2, "worker_died": 1, "no_room_at_start": 0, "max_turns": 0, "no_room": 0,
+              "restarts": 0, "replays": 0}  # yapf: disable
     for prefix, line in (("env", lines[-2]), ("env", lines[-1]), ("eval/all/env", lines[-1])):
         assert {cause: line[f"{prefix}/{cause}"] for cause in counts} == counts, (prefix, line)
         assert line[f"{prefix}/turns/mean"] == (3 * 1 + 2 + 2 * 3) / 6

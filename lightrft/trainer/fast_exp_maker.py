@@ -31,7 +31,6 @@ from lightrft.trainer.scores import fill_rewards, step_rewards, take_scores
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, by_group, Episode, MediaSource, Prompt, unfinished
 from lightrft.utils.lightrft_names import answers_names
-from lightrft.utils.play import Shown
 from lightrft.utils.progress import phase
 from lightrft.utils.timer import Timer
 
@@ -175,7 +174,6 @@ class Rollout:
     plan: BatchPlan
     episodes: list[Episode]  # those that this rank generated, with their scores; in the batch at ``shards.numbers``
     metrics: dict[str, float] = field(default_factory=dict)
-    shown: list[Shown] = field(default_factory=list)  # by environments, to all ranks: passes read them by their keys
 
     @property
     def exp(self) -> Batch:
@@ -329,9 +327,8 @@ class FastExperienceMaker:
             wait: waits for their scores; None: they have come.
         """
         self.engine.sleep()
-        shown = self._share_shown(episodes)
         with self.timer("gather"):
-            shards = Shards(self.strategy, self._packed(episodes))
+            shards = Shards(self.strategy, self._packed(episodes), self.media.show if self.media is not None else None)
             numbers, plan = shards.numbers, self.plan(shards, step)
             if self.logprobs.wanted(shards.size):  # else the update fetches what it trains
                 shards.move(plan.owned())
@@ -350,22 +347,13 @@ class FastExperienceMaker:
             shards.update(batch)
             metrics |= number_metrics(shards)
             metrics["rollout/kept_samples"] = (shards.kept > 0).sum().item()
-        return Rollout(shards, plan, episodes, metrics, shown)
+        return Rollout(shards, plan, episodes, metrics)
 
     def keep_shown(self, episodes: Iterable[Episode]) -> None:
         """Make the pictures of environments in episodes from a checkpoint known."""
         for play in (episode.play for episode in episodes):
             if play is not None and self.media is not None:
                 play.shown = [*map(self.media.show, play.shown)]
-
-    def _share_shown(self, episodes: Sequence[Episode]) -> list[Shown]:
-        """Gather the pictures of environments in the episodes of all ranks, each of which may train any of them; a
-        collective."""
-        if self.media is None or not self.config.rollout.env_images:
-            return []
-        own = {one.key: one for episode in episodes if episode.play for one in episode.play.shown}
-        every = self.strategy.all_gather_object(own)
-        return [self.media.show(one) for shown in every for one in shown.values()]
 
     def plan(self, shards: Shards, step: int) -> BatchPlan:
         """Return the plan that cuts the rollout of a step into passes."""

@@ -3,6 +3,7 @@
 A :class:`~lightrft.trainer.batch_plan.BatchPlan` says which rank trains what in which pass. It is computed from lengths
 alone, in trainers of fixed rows too, where nothing moves. This file holds the sequences, and moves them as plans say.
 """
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightrft.strategy.base import StrategyBase
 from lightrft.strategy.mesh import Share
 from lightrft.trainer.batch_plan import select_micro_batch, SharedWork
 from lightrft.types import Batch, NUMBERS
+from lightrft.utils.play import Shown
 
 Samples = list[list[int]]  # indices in the batch of the sequences of each rank
 
@@ -69,6 +71,8 @@ class Shards:
     Args:
         exp: sequences that this rank has, each the sample ``indices`` of the group ``group_ids`` of the batch. Its
             ``loss_mask`` still covers every generated token.
+        show: makes a picture of an environment known to this rank, and returns what keeps it known; None: there are
+            none.
 
     ``numbers`` [b]: positions in the batch of the sequences of ``exp``, in their order. The batch is ordered by group
     and index; groups may differ in size. ``samples`` holds the fields of :class:`Batch` that responses have, [B] by
@@ -80,8 +84,8 @@ class Shards:
     of them have an advantage (``live``), and their mean ``advantages``.
     """
 
-    def __init__(self, strategy: StrategyBase, exp: Batch) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: StrategyBase, exp: Batch, show: Callable[[Shown], Shown] | None = None) -> None:
+        self.strategy, self.show = strategy, show
         fields, facts = _fields_of_responses(exp), _facts(exp)
         tables = strategy.all_gather_object(fields | facts | {"owner": torch.full((exp.num_seqs, ), strategy.rank)})
         columns = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
@@ -161,8 +165,15 @@ class Shards:
         rank = self.strategy.rank
         sent = [self.exp.select([self._slots[number] for number in want if self.owner[number] == rank])
                 for want in wanted]  # yapf: disable
-        received = Batch.cat(self.strategy.exchange(sent))
+        received = self._joined(self.strategy.exchange(sent))
         return received.select(received.sample_ids.argsort().tolist())
+
+    def _joined(self, batches: list[Batch]) -> Batch:
+        """Join sequences that have come from other ranks; their pictures of environments are known here from now on."""
+        joined = Batch.cat(batches)
+        if self.show is not None and joined.shown is not None:
+            joined.shown = [tuple(map(self.show, pictures)) for pictures in joined.shown]
+        return joined
 
     def slots(self, numbers: list[int]) -> list[int]:
         """Return the positions in ``held`` of the sequences ``numbers`` of the batch."""
@@ -175,7 +186,7 @@ class Shards:
     def collect(self, numbers: list[int]) -> Batch:
         """Return the sequences ``numbers``, in that order, on every rank. For a few: their memory is not divided."""
         slots = [self._slots[number] for number in numbers if self.owner[number] == self.strategy.rank]
-        gathered = Batch.cat(self.strategy.all_gather_object(self.exp.select(slots)))
+        gathered = self._joined(self.strategy.all_gather_object(self.exp.select(slots)))
         positions = self._slots_of(gathered)
         return gathered.select([positions[number] for number in numbers])
 

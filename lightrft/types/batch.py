@@ -11,6 +11,7 @@ from torch import Tensor
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
 from lightrft.types.episodes import Episode, MediaSpan
 from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_columns
+from lightrft.utils.play import Shown
 from lightrft.utils.tensors import uploads
 
 NAN = math.nan
@@ -78,6 +79,7 @@ class Batch:
     media: list[tuple[str, ...]] | None = _declare("list", packed=True)  # keys, in the order of their tokens
     prompt_lens: list[int] | None = _declare("list", packed=True)
     media_spans: list[tuple[MediaSpan, ...]] | None = _declare("list", packed=True)  # behind prompts; None: there none
+    shown: list[tuple[Shown, ...]] | None = _declare("list", packed=True)  # by environments, among ``media``
     extra: dict[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = HERE
     before: ClassVar[list[int] | None] = None  # no sequence continues another

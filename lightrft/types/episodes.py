@@ -223,8 +223,8 @@ class Episode:
         spans = self.media_spans
         shown = tuple(key for span in spans for key in span.keys)
         return columns | {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated,
-                          "media": self.prompt.media + shown, "media_spans": spans,
-                          "prompt_lens": n}  # yapf: disable
+                          "media": self.prompt.media + shown, "media_spans": spans, "prompt_lens": n,
+                          "shown": () if self.play is None else tuple(self.play.shown)}  # yapf: disable
 
     @property
     def token_ids(self) -> list[int]:

@@ -17,12 +17,12 @@ from PIL import Image
 from lightrft.config.cli import parse_config
 from lightrft.config.evaluate_schema import EvaluateConfig
 from lightrft.config.options import ConfigError
+from lightrft.datasets.known_media import KnownMedia
 from lightrft.datasets.media import find_medium, MediaError, MediaRules
 from lightrft.datasets.rows import DataError, hold_rows
-from lightrft.datasets.shown_pictures import KnownMedia
 from lightrft.environments.base import Step, Task, ToolCall, Turn, UnreadMedia
 from lightrft.environments.games import GymnasiumGame
-from lightrft.environments.pictures import check_size, encoded, MAX_SHOWN_BYTES, parts_of, plain_messages
+from lightrft.environments.observations import check_size, encoded, MAX_SHOWN_BYTES, parts_of, plain_messages
 from lightrft.environments.play import PendingAnswer
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.environments.worker import plain
@@ -41,21 +41,10 @@ from lightrft.utils.play import Play, Shown
 
 pytest.importorskip("torchvision")
 no_picture = runs.no_picture
-PICTURES = {"env_images": 6, "generate_max_len": 200, "prompt_max_len": 160, "n_samples_per_prompt": 2,
-            "max_epochs": 2, "micro_train_batch_size": 8, "engine_kv_mib": 8, "stop": runs.BASE["stop"],
-            "self_test": False, "init_kl_coef": 0.0, "use_kl_loss": False,
-            "advantage_estimator": "reinforce"}  # yapf: disable
 
 
-def write_home(folder, family):
-    """A model that sees, a template with turns, and rows of which some have pictures and some begin with one."""
-    options = media_runs.write_home(folder, family)
-    template = folder / "template.jinja"
-    text = template.read_text(encoding="utf-8").replace("<|im_start|>", "<|im_start|>{{ m.role }} ")
-    template.write_text(text + "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}", encoding="utf-8")
-    rows = media_runs.rows("image")
-    rows = [row | {"hint": "picture" if i % 2 else ""} for i, row in enumerate(rows)]
-    return options | PICTURES | {"prompt_data": [hold_rows(rows)]}
+def keys_shown(done):
+    return {one.key for pictures in done.exp.shown for one in pictures}
 
 
 def shut(made):
@@ -65,7 +54,7 @@ def shut(made):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "smolvlm", "gemma3"])
 def test_the_policy_reads_and_learns_from_what_it_is_shown(family, tmp_path):
-    options = write_home(tmp_path, family)
+    options = media_runs.write_shown(tmp_path, family)
     made = ready(tmp_path, tmp_path / "run", "Painter", **options)
     done = made.maker.make(next(made.loader), 0)
     assert all(episode.play.turns == 3 and not episode.play.failure for episode in done.episodes)
@@ -97,7 +86,7 @@ def it_is_one_prompt_and_the_picture_matters(made, done):
     turns = actor(exp)[0][mask]
     whole = actor(replace(exp, prompt_lens=exp.lens, media_spans=None))[0][mask]
     assert (turns - whole).abs().max() < 5e-6
-    right, shown, noise = store.tensors, {one.key for one in done.shown}, torch.Generator().manual_seed(0)
+    right, shown, noise = store.tensors, keys_shown(done), torch.Generator().manual_seed(0)
     store.tensors = lambda key: right(key) if key not in shown else replace(
         right(key), tensors={name: torch.randn(tensor.shape, generator=noise) if tensor.is_floating_point() else tensor
                              for name, tensor in right(key).tensors.items()})  # yapf: disable
@@ -110,7 +99,7 @@ def it_resumes_without_its_row(made, episode):
     last = len(episode.segments) - 1
     state = json.loads(json.dumps(episode.state()))
     again = Episode.load(episode.prompt, episode.group_id, episode.index, state)
-    assert again.columns() == episode.columns() and again.segments == episode.segments
+    assert again.columns() | {"shown": ()} == episode.columns() | {"shown": ()} and again.segments == episode.segments
     assert [vars(one) for one in again.play.shown] == [vars(one) for one in episode.play.shown]
     again.segments, again.finish_reason, again.role = again.segments[:last], "abort", "again"
     made.engine.wake()
@@ -134,7 +123,7 @@ def it_is_recorded(made, done, folder):
 
 def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
     """The prompts that begin with one may have none behind it."""
-    options = write_home(tmp_path, "smolvlm") | {"env_images": 1}
+    options = media_runs.write_shown(tmp_path, "smolvlm") | {"env_images": 1}
     made, keys = ready(tmp_path, tmp_path / "run", "Painter", **options), []
     store, prompts = made.maker.media, next(made.loader)
     for step in range(2):
@@ -149,7 +138,7 @@ def test_pictures_have_a_limit_and_are_forgotten_after_their_step(tmp_path):
             assert episode.shown == ([] if begins else [one])
             scored = reward_input(episode.prompt, episode.text, episode.play).play
             assert scored.turns == episode.play.turns and not scored.shown, "no pixels go to reward workers"
-        keys.append({one.key for one in done.shown})
+        keys.append(keys_shown(done))
     it_leaves_a_response_unscored_whose_text_has_no_place_for_a_picture(made.environment, done.episodes[0])
     a_chat_with_an_environment_of_text_is_refused(made)
     shut(made)

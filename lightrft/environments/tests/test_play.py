@@ -1,5 +1,6 @@
 """Whole rollouts with environments in workers: tokens, masks, rewards and causes, whatever the time that tools take."""
 import json
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -130,9 +131,21 @@ def test_a_failed_environment_leaves_its_response_unscored_and_rewards_read_what
     assert torch.isfinite(done.exp.advantages).all()
 
 
-def test_a_text_prompt_and_a_hint_that_is_too_long_are_told(home, tmp_path):
-    with pytest.raises(UserError, match="with the messages of reset.. has .* tokens, and --prompt_max_len is 45"):
-        rollout(trainer(home, tmp_path / "a", "Sleeper", prompt_max_len=45))
+def test_a_hint_that_is_too_long_costs_the_responses_of_its_row_and_a_text_prompt_is_told(home, tmp_path, capfd):
+    made = trainer(home, tmp_path / "a", "Sleeper", prompt_max_len=45, generate_max_len=40)
+    done = rollout(made)
+    shut(made)
+    long = [episode for episode in done.episodes if episode.play.failure]
+    assert 0 < len(long) < len(done.episodes) and len({episode.group_id for episode in long}) > 1
+    for episode in done.episodes:
+        failed = episode in long
+        assert (episode.score.error, episode.play.failure) == (("no_room_at_start", ) * 2 if failed else (None, ""))
+        assert len(episode.prompt.messages) == 2 - failed and len(episode.prompt.token_ids) <= 45
+    metrics = done.metrics
+    assert metrics["env/no_room_at_start"] == metrics["reward/unscored"] == len(long) and not metrics["env/exception"]
+    (uid, size), = re.findall(r"\(no_room_at_start\).*\nthe prompt '(.*)' with the messages of reset\(\) has (.*) token"
+                              "s, and --prompt_max_len is 45. Raise it", capfd.readouterr().err)  # yapf: disable
+    assert uid == long[0].prompt.uid and int(size) > 45, "the first one is told"
     (home / "text.jsonl").write_text(json.dumps({"prompt": "one"}) + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="is a text. Write prompts as messages"):
         trainer(home, tmp_path / "b", "Failing", prompt_data=[str(home / "text.jsonl")], rollout_batch_size=1,
@@ -213,11 +226,29 @@ def test_a_picture_in_an_observation_ends_the_run_with_the_remedy(player, place)
 
 def test_a_conversation_whose_environment_could_not_begin_can_be_asked_again(player):
     """The same key as before, after an error of the opening."""
-    player.prompt_max_len, limit = 1, player.prompt_max_len
-    with pytest.raises(UserError, match="--prompt_max_len is 1"):
-        played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
-    player.prompt_max_len = limit
-    assert played(player, Episode.group(chat_prompt(player), 0, [5], role="chat"))
+    asked = chat_prompt(player)
+    with pytest.raises(UserError, match="reset.. gave messages, and the prompt 'u' is a text"):
+        played(player, Episode.group(replace(asked, messages=[]), 0, [5], role="chat"))
+    assert played(player, Episode.group(asked, 0, [5], role="chat"))
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_messages_that_the_template_refuses_fail_their_response(player, place, monkeypatch):
+    tok = tool_models.tokenizer()
+    tok.chat_template = ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+                         "{{ raise_exception('system comes first') }}{% endif %}{% endfor %}" + tok.chat_template)
+    strict, told = Player(player.pool, tok, ChatFormat(tok, "no family"), 8, 96), []
+    monkeypatch.setattr(strict, "log_once", told.append)
+    drawn = tok.encode("system" if place == "step" else "a", add_special_tokens=False) + [tok.eos_token_id]
+    asked = replace(chat_prompt(strict), columns={"hint": "system" if place == "reset" else ""})
+    (episode, ) = Episode.group(asked, 0, [5], role=f"strict {place}")
+    with strict.playing([episode], 240) as ask:
+        episode.add([Segment(drawn, [0.0] * len(drawn), version=0)], "stop")
+        (turn, ) = ask([episode])
+        assert turn is None or turn.result() is None
+        episode.finish_reason = "stop"
+    assert episode.play.failure == "exception"
+    assert ["system comes first" in failure.detail for failure in told] == [True]
 
 
 def test_environments_live_on_across_steps_and_are_played_again_from_a_checkpoint(home, tmp_path):

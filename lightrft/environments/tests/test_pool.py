@@ -25,6 +25,7 @@ from lightrft.environments.pool import EnvironmentPool
 pool = EnvironmentPool(EnvironmentSpec(sys.argv[1], "Faulty"), 2, 60.0)
 opened = [pool.reset(Task("u", "text"), seed) for seed in (0, 1)]
 sessions = [session for session, answer in opened if answer.result(60)]
+pool.step(sessions[1], Turn("print")).result(60)
 started = [pool.step(session, Turn("start")).result(60).messages[0]["content"] for session in sessions]
 pool.step(sessions[0], Turn("hang"))
 print(*pool.pids, *started, flush=True)
@@ -85,7 +86,7 @@ def test_what_a_tool_raises_is_its_own(pool):
     """Not the end of its worker, of the loop in it, or of the time of a call; half a character is replaced."""
     sessions, pids = opened(pool, range(2)), pool.pids
     raised = {"quit": "SystemExit", "quit in a task": "SystemExit", "interrupt": "KeyboardInterrupt",
-              "next": "StopIteration", "late": "TimeoutError"}  # yapf: disable
+              "next": "StopIteration", "late": "TimeoutError", "role": "the role 'narrator'"}  # yapf: disable
     for text, word in raised.items():
         answer = step(pool, sessions[0], text, LIMIT_S)
         assert answer.cause == "exception" and word in answer.detail
@@ -109,8 +110,10 @@ def test_a_worker_that_dies_takes_its_sessions_and_is_replaced(pool):
 
 
 def test_nothing_outlives_a_killed_trainer():
-    """Neither its workers, one of which hangs, nor what their tools have started."""
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, FILE], stdout=subprocess.PIPE, text=True)
+    """Neither its workers, one of which hangs, nor what their tools have started. What a tool prints is labelled, and
+    not in the standard output of the trainer."""
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, FILE], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)  # yapf: disable
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(pids) == 4 and all(map(alive, pids))
     groups = {os.getpgid(pid) for pid in pids}
@@ -118,6 +121,7 @@ def test_nothing_outlives_a_killed_trainer():
     trainer.wait()
     assert wait_until(lambda: not any(map(alive, pids))), "a process outlived the trainer"
     assert wait_until(lambda: not any(map(has_members, groups))), "a guard outlived its worker"
+    assert f"[env worker {pids[1]}] one\n[env worker {pids[1]}] two\n" in trainer.stderr.read()
 
 
 def has_members(group):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from lightrft.environments.base import FAILURES
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.tests.support import foreign_environments as foreign, runs, tool_models
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
@@ -147,7 +148,7 @@ def test_two_steps(case, tmp_path, seeds, monkeypatch):
             sums.update(each.metrics)
         means = {f"env/{name}/mean": value / 8 for name, value in sums.items()}
         assert {name: line[name] for name in means} == pytest.approx(means)
-        assert not any(line[f"env/{cause}"] for cause in ("timeout", "exception", "worker_died"))
+        assert not any(line[f"env/{cause}"] for cause in FAILURES)
         assert line["reward/mean"] == pytest.approx(sum(each.reward for each in earned) / 8)
         assert {turn for turns in drawn for turn in turns} <= {"".join(turn) for turn in case.turns}
     assert all((row["messages"][0]["content"] == "sumdifficulty 2") == (case.name == "Counter") for row in rows), "TRL"

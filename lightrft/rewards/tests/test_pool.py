@@ -1,8 +1,10 @@
 """Worker processes: they die with their parent, are replaced, and bound what a hanging reward costs."""
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.rewards.manager import Handle
 from lightrft.rewards.workers import pool as pool_module
 from lightrft.rewards.workers.pool import calls
+from lightrft.rewards.workers.prints import LabelledLines, MOST_BYTES, MOST_LINES
 from lightrft.rewards.workers.worker import _bundles
 from lightrft.tests.support.processes import alive, wait_until
 
@@ -30,13 +33,32 @@ time.sleep(60)
 
 def test_workers_die_with_a_killed_parent_even_inside_c_code(tmp_path):
     file = tmp_path / "busy.py"
-    file.write_text("def reward_func(queries, prompts, labels):\n    return [9 ** (9 ** 9)]\n")
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], stdout=subprocess.PIPE, text=True)
+    file.write_text("def reward_func(queries, prompts, labels):\n    print('asked', len(queries))\n"
+                    "    return [9 ** (9 ** 9)]\n")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)  # yapf: disable
+    printed = next(line for line in parent.stderr if "asked" in line)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert printed in [f"[reward worker {pid}] asked 1\n" for pid in pids], "standard output is the trainer's own"
     assert pids and all(map(alive, pids)), "the worker computes"
     parent.kill()
     parent.wait()
     assert wait_until(lambda: not any(map(alive, pids))), "the worker outlived its parent"
+
+
+def test_what_a_worker_prints_is_labelled_and_bounded(capfd):
+    stream = io.TextIOWrapper(LabelledLines("[worker]"), "utf-8", "replace", write_through=True)
+    print("half\ud83d", 1, end="", file=stream)
+    thread = threading.Thread(target=print, args=("of another thread", ), kwargs={"file": stream})
+    thread.start()
+    thread.join()
+    print("\n", "x" * 2 * MOST_BYTES, file=stream, sep="")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["[worker] of another thread", "[worker] half? 1", f"[worker] {'x' * MOST_BYTES} ..."]
+    print("\n" * 2 * MOST_LINES, file=stream)
+    *_, last, end = lines = capfd.readouterr().err.splitlines()
+    assert (len(lines), last) == (MOST_LINES - 2, "[worker] ")
+    assert end == f"[worker] has printed {MOST_LINES} lines: further ones are left out"
 
 
 def test_shutdown_ends_the_workers_and_what_they_were_at(make_manager, tmp_path):

@@ -17,6 +17,7 @@ from lightrft.rewards.base import Outcome, RewardInput
 from lightrft.utils.errors import CaptureException
 from lightrft.rewards.workers.event_loop import close_event_loop, event_loop
 from lightrft.rewards.workers.lifetime import die_with, end_group
+from lightrft.rewards.workers.prints import label_prints
 from lightrft.rewards.workers.user_file import awaited, load, Scorer, scorer_of, scorer_of_batches
 
 _TOGETHER_S = 1e-3  # faster outcomes share a message: a message costs both sides more than they do
@@ -114,6 +115,7 @@ def _bundles(outcomes: Iterable[Outcome | None]) -> Iterator[list[Outcome]]:
 def main(fd: int, parent: int) -> None:
     """Entry point of the process: ``fd`` is its end of the pipe."""
     die_with(parent, fd)
+    label_prints("reward worker")
     atexit.register(end_group)  # the first one runs last
     event_loop()
     try:

@@ -1,7 +1,9 @@
 """Environments on any number of ranks, in the process of a test or by torchrun: gradients of uneven turns, and
-environments that live on across steps."""
+environments that live on across steps and show pictures."""
 import shutil
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from lightrft.trainer.batch_plan import MicroBatchLimits
 from lightrft.trainer.fast_exp_maker import Rollout
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 from lightrft.types import Episode
+from lightrft.utils.errors import UserError
 
+HAS_VISION = find_spec("torchvision") is not None  # processors of pictures need it
 CUTS = {"whole": (8, 10**6), "alone": (1, 10**6), "token budget": (0, 260)}  # samples and tokens of a micro-batch
 
 
@@ -84,11 +88,32 @@ def resumed(home: Path, folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def shown(home: Path, folder: Path) -> dict[str, Any]:
+    """The gradient of one rollout whose environment shows pictures, and by rank the keys of these: of its own episodes,
+    of the sequences that it trains, and those that it knows. The model is in ``home``."""
+    from lightrft.tests.support.media_runs import options_shown
+    made = ready(home, folder, "Painter", **options_shown(home))
+    rollout = made.maker.make(next(made.loader), 0)
+    assert (rollout.exp.rollout_logprobs - rollout.exp.old_logprobs).abs().max() < 1e-5
+    gather, known = made.strategy.all_gather_object, set[str]()
+    own = {one.key for episode in rollout.episodes for one in episode.play.shown}
+    trained = {one.key for pictures in rollout.shards.held.shown for one in pictures}
+    for key in set[str]().union(*gather(own)):
+        with suppress(UserError):
+            known.add(made.maker.media.media[key].key)
+    found = {"keys": gather((own, trained, known)), "gradients": gradients(made, rollout)}
+    made.environment.shutdown()
+    made.maker.rewards.shutdown()
+    return found
+
+
 def main() -> None:
     """``HOME FOLDER``: measure on these ranks, and leave the result in FOLDER/found.pt."""
     home, folder = Path(sys.argv[1]), Path(sys.argv[2])
     strategy = runs.strategy_of(runs.config_of(home, folder))
-    found = measure(home, folder) | {"lines": strategy.all_gather_object(resumed(home, folder))}
+    found: dict[str, Any] = measure(home, folder) | {"lines": strategy.all_gather_object(resumed(home, folder))}
+    if HAS_VISION:
+        found["shown"] = shown(home / "sees", folder / "shown")
     if strategy.is_main:
         torch.save(found, folder / "found.pt")
     strategy.barrier()

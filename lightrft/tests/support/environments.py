@@ -17,6 +17,10 @@ SHOWN = [{"role": "user", "content": [{"type": "image", "image": f"data:image/pn
                                       {"type": "text", "text": "look"}]}]  # yapf: disable
 
 
+def _message(role):
+    return [{"role": role, "content": "a message"}]
+
+
 class Echo:
     """Appends the number of characters of a response, in brackets, as a tool without a template does."""
 
@@ -30,7 +34,8 @@ class Faulty:
 
     def reset(self, prompt, seed):
         self.seed, self.turns = seed, 0
-        return SHOWN if prompt.columns.get("hint") == "picture" else f"seed {seed}"
+        hint = prompt.columns.get("hint")
+        return SHOWN if hint == "picture" else _message(hint) if hint == "system" else f"seed {seed}"
 
     def step(self, turn):
         self.turns += 1
@@ -38,7 +43,8 @@ class Faulty:
                   "flood": lambda: Step("x" * (3 << 20)), "wrong": lambda: "no step", "picture": lambda: Step(SHOWN),
                   "quit": sys.exit, "quit in a task": self._quit, "next": lambda: next(iter(())),
                   "late": lambda: self._raise(TimeoutError), "interrupt": lambda: self._raise(KeyboardInterrupt),
-                  "half": lambda: Step("a\ud83d b\ud83d\ude00"),
+                  "print": lambda: Step(str(print("one\ntwo"))), "role": lambda: Step(_message("narrator")),
+                  "system": lambda: Step(_message("system")), "half": lambda: Step("a\ud83d b\ud83d\ude00"),
                   "start": lambda: Step(str(subprocess.Popen(["sleep", "60"]).pid))}  # yapf: disable
         answer = faults[turn.text]() if turn.text in faults else Step(f"{turn.text} {self.seed} {self.turns}", 0.5)
         return answer

@@ -9,12 +9,18 @@ from PIL import Image
 
 from lightrft.datasets.rows import hold_rows
 from lightrft.tests.support import tiny_vision
+from lightrft.tests.support.runs import BASE
 
 OPTIONS: dict[str, Any] = {
     "rollout_batch_size": 4, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_epochs": 2, "max_steps": 2,
     "prompt_max_len": 64, "self_test": True, "sync_proof": "both", "sync_canary_every": 1, "stop": [],
     "micro_train_batch_size": 4, "init_kl_coef": 0.01, "use_kl_loss": True, "engine_kv_mib": 4,
     "apply_chat_template": True
+}  # yapf: disable
+SHOWN: dict[str, Any] = {  # of runs whose environment shows pictures
+    "env_images": 6, "generate_max_len": 200, "prompt_max_len": 160, "n_samples_per_prompt": 2, "max_epochs": 2,
+    "micro_train_batch_size": 8, "engine_kv_mib": 8, "stop": BASE["stop"], "self_test": False, "init_kl_coef": 0.0,
+    "use_kl_loss": False, "advantage_estimator": "reinforce"
 }  # yapf: disable
 _COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 
@@ -69,3 +75,19 @@ def write_home(folder: Path, family: str) -> dict[str, Any]:
         "{% for p in m.content %}" + shown +
         "{{ p.text if p.type == 'text' else '' }}{% endfor %}{% endif %}<|im_end|>{% endfor %}", encoding="utf-8")
     return OPTIONS | {"prompt_data": [hold_rows(rows(next(iter(marks))))], "chat_template": str(template)}
+
+
+def write_shown(folder: Path, family: str) -> dict[str, Any]:
+    """Write a model of ``family`` and a template with turns; return :func:`options_shown`."""
+    write_home(folder, family)
+    template = folder / "template.jinja"
+    text = template.read_text(encoding="utf-8").replace("<|im_start|>", "<|im_start|>{{ m.role }} ")
+    template.write_text(text + "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}", encoding="utf-8")
+    return options_shown(folder)
+
+
+def options_shown(folder: Path) -> dict[str, Any]:
+    """Options of a run in the ``folder`` of :func:`write_shown`, whose environment shows pictures, on :func:`rows` of
+    which some begin with one."""
+    hinted = [row | {"hint": "picture" if i % 2 else ""} for i, row in enumerate(rows("image"))]
+    return OPTIONS | SHOWN | {"prompt_data": [hold_rows(hinted)], "chat_template": str(folder / "template.jinja")}

@@ -1,5 +1,5 @@
-"""Messages of environments as plain values: texts, and pictures as encoded bytes in base64. Nothing here imports torch:
-worker processes import this module, and what reads pictures only when there is one."""
+"""Observations as plain values: messages of an environment, texts and pictures as encoded bytes in base64. Nothing here
+imports torch: worker processes import this module, and what reads pictures only when there is one."""
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from lightrft.environments.base import Message, UnreadMedia
 MAX_SHOWN_BYTES = 8 << 20  # of the pictures of one answer, in base64
 _PICTURES = ("image", "image_url", "input_image")  # types of parts
 _FIELDS = ("role", "name", "tool_call_id")
+_ROLES = ("user", "tool", "system")
 _BOARD = 8  # side of an array that may be one of numbers
 _CONTENTS = ("bytes", "array", "data", "base64", "image", "path", "url", "image_url", "input_image")
 
@@ -21,7 +22,7 @@ def plain_messages(value: Any) -> list[Message]:
     Raises:
         UnreadMedia: it has a video or a sound.
         DataError, ValueError: a picture cannot be read, or is too large.
-        TypeError: it is something else.
+        TypeError: it is something else, or of another role.
     """
     if value is None or value == "":
         return []
@@ -32,8 +33,12 @@ def plain_messages(value: Any) -> list[Message]:
             for each in listed):  # yapf: disable
         raise TypeError(f"messages are {value!r}: expected a text, or a list of dicts with role and content: a text, "
                         "or a list of parts")
-    if any(each["role"] == "assistant" for each in listed):
+    odd = next((each["role"] for each in listed if each["role"] not in _ROLES), None)
+    if odd == "assistant":
         raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws")
+    if odd is not None:
+        raise TypeError(f"an environment wrote a message of the role {odd!r}, and chat templates have the roles "
+                        f"{', '.join(_ROLES[:-1])} and {_ROLES[-1]}. Write one of these")
     return [{name: each[name] for name in _FIELDS if isinstance(each.get(name), str)}
             | {"content": _content(each["content"])} for each in listed]  # yapf: disable
 

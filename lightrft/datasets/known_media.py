@@ -1,4 +1,4 @@
-"""Pictures that environments show while a policy generates, by key: known as long as somebody has them."""
+"""Media by key: those of rows, and pictures that environments show, which are known as long as somebody has them."""
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable

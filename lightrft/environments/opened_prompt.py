@@ -1,0 +1,55 @@
+"""Prompt with the messages of ``reset`` behind its own."""
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightrft.datasets.media_prompts import with_tokens
+from lightrft.datasets.rows import DataError
+from lightrft.environments.base import Failure, Message, NO_START, Step
+from lightrft.environments.chat_format import ChatFormat
+from lightrft.environments.media import Pictures
+from lightrft.types import Prompt
+from lightrft.utils.play import Shown
+
+
+def opened_prompt(prompt: Prompt, answer: Step, form: ChatFormat, pictures: Pictures, most_tokens: int,
+                  continues: bool) -> "tuple[Prompt, list[Shown]] | Failure":
+    """Return a prompt with the messages of ``reset``, and their pictures; or why it cannot have them.
+
+    Args:
+        continues: a first message of the user continues the last one of the prompt.
+    """
+    where = f"the prompt {prompt.uid!r} with the messages of reset()"
+    try:
+        shown = pictures.of(answer)
+        if len(shown) > pictures.most:
+            return Failure(NO_START, f"{where} has {len(shown)} of its pictures, and --env_images is {pictures.most}. "
+                           "Raise it, or show fewer")  # yapf: disable
+        opened = _with_messages(prompt, answer, form, pictures, [one.key for one in shown], continues)
+    except DataError as error:  # the template or the model's processor refuses them
+        return Failure("exception", f"{where}: {error}")
+    if (size := len(opened.token_ids)) > most_tokens:
+        return Failure(NO_START, f"{where} has {size} tokens, and --prompt_max_len is {most_tokens}. Raise it, or "
+                       "shorten the messages")  # yapf: disable
+    return opened, shown
+
+
+def _with_messages(prompt: Prompt, answer: Step, form: ChatFormat, pictures: Pictures, keys: Sequence[str],
+                   continues: bool) -> Prompt:
+    messages = answer.messages or []
+    assert not isinstance(messages, str), "the worker has made messages of it"
+    every = _behind(prompt.messages, form.safe(messages), continues)
+    opened = replace(prompt, messages=every, media=(*prompt.media, *keys))
+    opened, = with_tokens([opened], [form.prompt(every, prompt.template_kwargs)], pictures.store)
+    return opened
+
+
+def _behind(prompt: Sequence[Message], opened: list[Message], continues: bool) -> list[Message]:
+    """Return the messages of a prompt and those of ``reset``; with ``continues``, one of the user there is a part of
+    the one before it."""
+    if not continues or prompt[-1]["role"] != opened[0]["role"]:
+        return [*prompt, *opened]
+    first, second = prompt[-1]["content"], opened[0]["content"]
+    if isinstance(first, list) or isinstance(second, list):
+        first, second = ([{"type": "text", "text": each}] if isinstance(each, str) else each
+                         for each in (first, second))  # yapf: disable
+    return [*prompt[:-1], prompt[-1] | {"content": first + second}, *opened[1:]]
