@@ -21,13 +21,12 @@ class Progress(NamedTuple):
     """Progress of a group, known on every rank."""
     open: bool  # some response is unfinished
     oldest: int | None  # version of the oldest weights that drew a token; None: no token is drawn yet
-    tokens: int
 
     @classmethod
     def of(cls, group: list[Episode]) -> "Progress":
         """Measure a group of this rank."""
         oldest = min((episode.segments[0].version for episode in group if episode.segments), default=None)
-        return cls(any(episode.open for episode in group), oldest, sum(episode.drawn_len for episode in group))
+        return cls(any(episode.open for episode in group), oldest)
 
     def version(self, step: int) -> int:
         """Return the version of the oldest token; ``step`` if there is none."""
@@ -82,7 +81,7 @@ class OversamplingSource:
         drawn = dict(self.loader.draw(max(0, missing)))
         for prompt in drawn.values() if self.saved else ():
             check_saved(prompt)
-        self.progress |= {number: Progress(True, None, 0) for number in drawn}
+        self.progress |= {number: Progress(True, None) for number in drawn}
         running = {number: each for number, each in self.progress.items() if each.open}
         due = {number for number, each in running.items() if each.version(step) + self.max_staleness <= step}
         wanted = max(0, self.batch - len(self.progress) + len(running))
@@ -90,10 +89,9 @@ class OversamplingSource:
         episodes = [*chain.from_iterable(mine.values())]
         wait_for_scores = self.maker.advance(episodes, len(self.maker.deal(range(wanted))), due)[1]
         with self.maker.timer("gather"):
-            own = {number: Progress.of(group) for number, group in mine.items()}
-            for progress in self.strategy.all_gather_object(own):
-                self.progress |= progress
-        tokens = sum(self.progress[number].tokens - each.tokens for number, each in running.items())
+            own, tokens = {number: Progress.of(group) for number, group in mine.items()}, 0
+            for progress, count in self.strategy.all_gather_object((own, _drawn_by(step, episodes))):
+                self.progress, tokens = self.progress | progress, tokens + count
         old, chosen = self._take(step)
         rollout = self.maker.complete(chosen, step, kl_coef, wait_for_scores)
         rollout.metrics |= staleness_metrics(rollout.shards, step) | self._metrics(chosen) | {
@@ -167,3 +165,9 @@ class OversamplingSource:
                 for episode, seed in zip(group, group_seeds(self.config, "draw", group[0].group_id)):
                     episode.seed = seed
         warn_dropped(state, "rows")
+
+
+def _drawn_by(version: int, episodes: list[Episode]) -> int:
+    """Count the tokens that weights of ``version`` drew."""
+    segments = chain.from_iterable(episode.segments for episode in episodes)
+    return sum(len(segment.token_ids) for segment in segments if segment.drawn and segment.version == version)

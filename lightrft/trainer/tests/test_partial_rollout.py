@@ -151,6 +151,23 @@ def test_what_the_metrics_count(home, tmp_path):
     assert any(line["rollout/partial/left_tokens"] for line in done.lines)
 
 
+def test_tokens_that_a_response_has_lost_are_not_taken_from_those_of_a_step(home, tmp_path):
+    """As those of one whose environment has begun otherwise."""
+    made, batches = trainer_of(home, tmp_path, oversample=2.0, max_steps=2), []
+    advance, complete = made.maker.advance, made.maker.complete
+
+    def lost(episodes, *args):
+        for episode in episodes:
+            episode.segments = [] if episode.open else episode.segments
+        return advance(episodes, *args)
+
+    made.maker.advance = lost
+    made.maker.complete = lambda episodes, *args: batches.append(Batch.of(episodes)) or complete(episodes, *args)
+    made.fit()
+    before, last = runs.Run(made, tmp_path).lines
+    assert before["rollout/partial/left_tokens"] and last["rollout/tokens"] == (batches[1].weight_versions == 1).sum()
+
+
 def test_rewards_belong_to_their_responses(home, tmp_path):
     done, batches, _ = watched(home, tmp_path, max_steps=4)
     tokenizer = done.trainer.tokenizer
