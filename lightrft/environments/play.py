@@ -30,7 +30,7 @@ from lightrft.utils.watchdog import tick
 
 logger = logging.getLogger(__name__)
 
-_QUICK_S = 0.01  # answers that come so soon resume their responses in the same round, so quick runs repeat to the bit
+QUICK_S = 0.01  # answers that come so soon resume their responses in the same round, so quick runs repeat to the bit
 _LOOK_S = 1.0  # between two signs of life while resets are waited for
 
 
@@ -322,7 +322,7 @@ class Player:
 
     def _wait_briefly(self, answers: "list[Future[Answer]]") -> None:
         if self._quick and answers:
-            self._quick = not wait(answers, _QUICK_S).not_done
+            self._quick = not wait(answers, QUICK_S).not_done
 
     def _asked(self, episode: Episode, max_new_tokens: int) -> PendingAnswer | None:
         play, ids = _play(episode), episode.token_ids

@@ -10,14 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
-from lightrft.environments.play import Player
+from lightrft.environments.play import Player, QUICK_S
 from lightrft.rollout.scheduler import NextTurn, Turn
 from lightrft.types import Episode, Prompt
 from lightrft.types.fields import check_declared
 from lightrft.utils.errors import UserError
 
 _THREADS = 64  # most answers at once
-_QUICK_S = 0.01  # answers that come so soon resume their responses in the same round, so quick runs repeat to the bit
 
 
 class Environment(Protocol):
@@ -109,7 +108,7 @@ def next_turn(environment: Environment | None, tokenizer: PreTrainedTokenizerBas
         texts = decode_behind(tokenizer, [(episode.prompt.token_ids, episode.response_ids) for episode in episodes])
         replies = [PendingReply(episode, renderer, pool.submit(environment.turn, episode.prompt, text))
                    for episode, text in zip(episodes, texts)]  # yapf: disable
-        wait([reply.answer for reply in replies], _QUICK_S)
+        wait([reply.answer for reply in replies], QUICK_S)
         return replies
 
     return ask
