@@ -348,7 +348,10 @@ def _check_texts(rows: Rows) -> None:
 
 
 def _row_id(row: Row) -> Any:
-    """Return the key that must be unique within a file: column ``id`` or ``uid``, else verl's source, split, index."""
+    """Return the key that must be unique within a file: column ``id`` or ``uid``, else verl's source, split, index.
+    Rows of a rollout have the uid of their prompt, and are told apart by their index in its group."""
+    if row.get("uid") is not None and row.keys() >= {"group_id", "index"}:
+        return "uid and index", (str(row["uid"]), row.get("step"), row["index"])
     for column in ("id", "uid"):
         if row.get(column) is not None:
             return column, str(row[column])

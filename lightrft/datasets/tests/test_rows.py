@@ -182,6 +182,13 @@ def test_duplicate_ids(write, column):
         load_rows(write([{"prompt": "x", column: 7}, {"prompt": "y", column: 8}, {"prompt": "z", column: 7}]))
 
 
+def test_responses_of_a_rollout_share_the_uid_of_their_prompt(write):
+    rows = [{"prompt": "x", "uid": "7", "group_id": 0, "step": 1, "index": index} for index in (0, 1)]
+    assert len(load_rows(write(rows))) == 2
+    with pytest.raises(DataError, match="row 3: duplicate id: uid and index .*'7', 1, 1.* is also in .*row 2"):
+        load_rows(write([*rows, rows[1]]))
+
+
 def test_duplicate_verl_index_within_one_file_only(tmp_path, write):
     row = {"data_source": "s", "prompt": "x", "extra_info": {"split": "train", "index": 3}}
     with pytest.raises(DataError, match="row 2: duplicate id: extra_info.index"):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from lightrft.config.schema import DataConfig
+from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.environments.base import FAILURES
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.tests.support import foreign_environments as foreign, runs, tool_models
@@ -105,7 +107,7 @@ CASES = [
     Case("VerlTool", [*CHECK, ["done"]], checked, room=52),
     Case("VerlInteraction", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns, {"asked": len(turns)})),
     Case("Pond", [["right"], ["down"], ["fly"]], crossed, package="gymnasium"),
-    Case("Guess", [[f"[{number}]"] for number in range(1, 21)], guessed, package="textarena", room=150),
+    Case("Guess", [[f"[{number}]"] for number in range(1, 21)], guessed, package="textarena", room=230),
     Case("SwiftEnv", [["3"], ["4"]], lambda turns, seed: Earned(0.5 * len(turns), {"n": 2 * len(turns)})),
     Case("RllmEnv", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns)),
 ]
@@ -154,6 +156,10 @@ def test_two_steps(case, tmp_path, seeds, monkeypatch):
     assert all((row["messages"][0]["content"] == "sumdifficulty 2") == (case.name == "Counter") for row in rows), "TRL"
     assert (sum(line["env/no_room"] for line in done.lines) > 0) == (case.room < 600)
     assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
+    if case.name in ("tools", "Text"):
+        files = DataConfig(prompt_data=[str(tmp_path / "run" / "rollouts" / "step_1.jsonl")], input_key="messages")
+        assert len(SFTDataset(files, done.trainer.environment.tokenizer,
+                              4000)) == 8, "supervised steps read them as they are"
 
 
 def test_two_steps_on_reasoning_gym(tmp_path):
