@@ -1,4 +1,4 @@
-"""Guess the number: a game with a state. Demonstrations try one number after another more often than they halve.
+"""Guess the number: a game with a state. In most demonstrations one number after another is tried.
 
 The game shows what is left, ``1-15``; the policy guesses ``8``, reads ``9-15``, guesses again, and has four guesses.
 Only who halves what is left finds every number. No torch in this file, which worker processes import.
@@ -12,10 +12,10 @@ from lightrft.environments import Step
 LAST = 15  # numbers begin with 1
 GUESSES = 4
 WORDS = [str(number) for number in range(10, LAST + 1)]
-HALVE = 0.3  # share of guesses of demonstrations that halve what is left; others try its lowest number
+HALVE = 0.3  # share of demonstrations whose guesses halve what is left; those of others are its lowest number
 DEMONSTRATIONS = 200 * 32
 OPTIONS = {"reward": ["environment"], "prompt_max_len": 32, "generate_max_len": 64, "max_turns": GUESSES,
-           "lr_scheduler": "constant", "max_steps": 60, "eval_steps": 10}  # yapf: disable
+           "actor_learning_rate": 5e-4}  # yapf: disable
 ASKED = {"role": "user", "content": "guess"}
 
 
@@ -57,10 +57,10 @@ def demonstration_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 def demonstration(rng: random.Random) -> list[dict[str, str]]:
     """Play a game to its end, or until all guesses are used."""
-    game = Game()
+    game, halves = Game(), rng.random() < HALVE
     messages = [ASKED, {"role": "user", "content": game.reset(None, rng.randrange(1 << 30))}]
     for _ in range(GUESSES):
-        guess = (game.low + game.high) // 2 if rng.random() < HALVE else game.low
+        guess = (game.low + game.high) // 2 if halves else game.low
         step = game.step(SimpleNamespace(text=str(guess)))
         messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": str(step.messages)}]
         if step.done:
