@@ -63,6 +63,7 @@ class ModelShape:
     ends_alike: bool = False  # selective recomputation takes the product after attention for the last of an MLP
     kinds: tuple[LayerKind, ...] = ()  # of the layers; empty: all attend and have an MLP
     state_layers: "StateLayers | None" = None
+    stored: int = 0  # width of the keys in a cache, and of the values; 0: as keys
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "ModelShape | None":
@@ -83,7 +84,7 @@ class ModelShape:
             family.startswith(_WIDE_NORMS),
             _activation(values) not in _NO_GATE, mixture, heads * head in _inner(values),
             *_kinds_of(config, kinds or ["full_attention"] * layers,
-                       _mixes(values, kinds, layers) if mixture else [True] * layers))
+                       _mixes(values, kinds, layers) if mixture else [True] * layers), stored=_stored(values, heads))
 
     @property
     def attending(self) -> int:
@@ -111,7 +112,7 @@ class ModelShape:
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of keys and values of one token over all layers."""
-        return 2 * self.attending * self.keys * itemsize
+        return 2 * self.attending * (self.stored or self.keys) * itemsize
 
     def cache_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values of ``tokens``, and of the states of a prompt and its response, with
@@ -129,6 +130,14 @@ _WHOLE = ("full_attention", "linear_attention")  # kinds of layers that see no w
 def _inner(values: dict[str, Any]) -> frozenset[int]:
     """Return the widths inside the MLPs."""
     return frozenset(values[name] for name in INNER if values.get(name))
+
+
+def _stored(values: dict[str, Any], heads: int) -> int:
+    """Return the width in a cache of the keys of all heads, and of the values, which are filled up to it: of multi-head
+    latent attention, and of Zamba 2, whose attention reads two streams; 0 for another one."""
+    if "qk_nope_head_dim" in values:
+        return heads * int(max(values["qk_nope_head_dim"] + values["qk_rope_head_dim"], values.get("v_head_dim") or 0))
+    return int(values.get("attention_head_dim") or 0) * int(values.get("num_key_value_heads") or heads)
 
 
 def _activation(values: dict[str, Any]) -> str:

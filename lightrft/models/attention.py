@@ -294,6 +294,18 @@ def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
                  window_size=(window - 1 if window else -1, 0 if window else -1))
 
 
+def _attend_stored(cache: AttentionCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
+                   window: int | None, softcap: float | None) -> Tensor:
+    """Attend through a cache, whose keys and values have one width: zeros fill up those that are narrower (the values
+    of multi-head latent attention), and change no number."""
+    extra, width, widest = {} if softcap is None else {"softcap": softcap}, value.shape[-1], key.shape[-1]
+    if width == widest:
+        return cache.attend(layer, query, key, value, scaling, window, **extra)
+    scale, most = widest**-0.5 if scaling is None else scaling, max(width, widest)
+    query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
+    return cache.attend(layer, query, key, value, scale, window, **extra)[..., :width]
+
+
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                      scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
                      softcap: float | None = None, packing: PackedLayout | None = None,
@@ -311,9 +323,8 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     if dropout:
         raise ValueError("packed attention has no dropout: set attention_dropout to 0 (lightrft.models.loader does)")
     if kv_cache is not None:
-        extra = {} if softcap is None else {"softcap": softcap}
         layer: Any = module.layer_idx
-        return kv_cache.attend(layer, query, key, value, scaling, sliding_window, **extra), None
+        return _attend_stored(kv_cache, layer, query, key, value, scaling, sliding_window, softcap), None
     if packing is None:
         raise ValueError(
             f"packed attention got no packing=PackedLayout.build(cu_seqlens) in {type(module).__name__}: either it "

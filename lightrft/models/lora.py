@@ -3,6 +3,7 @@
 peft is imported where adapters are made: its import takes more than a second where it finds bitsandbytes.
 """
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -59,7 +60,7 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
     """
     head, names = hf.get_output_embeddings(), [name for name, _ in hf.named_modules()]
     linear = [name for name in names if isinstance(hf.get_submodule(name), (nn.Linear, Conv1D))]
-    refused = unadapted(hf) | _taken_for_experts(hf, linear)
+    refused = unadapted(hf) | _taken_for_experts(hf, linear) | _shared(hf, linear)
     own = [name for name in linear if hf.get_submodule(name) is not head and name not in refused]
     parts = modality.parts(hf, own)
     weights = dict(hf.named_parameters())
@@ -81,6 +82,14 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
         found.modules.extend(named)
         found.matrices.extend(bare)
     return found
+
+
+def _shared(hf: PreTrainedModel, linear: list[str]) -> dict[str, str]:
+    """Find the ``linear`` layers whose weight is that of another one (Zamba 2), so that no single weight could have
+    both adapters merged. By name, with the reason."""
+    weights = {name: id(hf.get_submodule(name).weight) for name in linear}
+    counts = Counter(weights.values())
+    return {name: "layers share its weight" for name, weight in weights.items() if counts[weight] > 1}
 
 
 def _taken_for_experts(hf: PreTrainedModel, linear: list[str]) -> dict[str, str]:

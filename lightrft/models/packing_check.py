@@ -63,10 +63,27 @@ def packing_fault(config: PretrainedConfig) -> str:
     text = config.get_text_config()
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
-    values = json.dumps({**text.to_dict(), "_name_or_path": ""}, default=str)
+    values = identity(text)
     if values not in _FAULTS:
         _FAULTS[values] = _fault(text)
     return _FAULTS[values]
+
+
+def identity(text: PretrainedConfig) -> str:
+    """Return the content of a text config, wherever it lies."""
+    return json.dumps({**text.to_dict(), "_name_or_path": ""}, default=str)
+
+
+def small_packed(text: PretrainedConfig) -> PreTrainedModel | None:
+    """Return the small copy of a decoder with packed attention; None for one that only its multimodal family has.
+
+    Raises:
+        NoCopy: there is none.
+    """
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    with _aside():
+        return _built(_small(text)[0], PACKED)
 
 
 def _fault(config: PretrainedConfig) -> str:

@@ -155,11 +155,20 @@ def mixing_layers(config: PretrainedConfig) -> int:
 
 def adapt(body: nn.Module) -> None:
     """Let the layers with state of ``body`` run per sequence."""
+    for module in body.modules():
+        if type(module).__name__ == "Zamba2HybridLayer":
+            _number_attention(module)
     for module in stateful(body):
         if not isinstance(module, _PerSequence):
             _use_torch(sys.modules[type(module).__module__])
             _compute_exactly(module, LAYERS[type(module).__name__].exact)
             module.__class__ = _derived(type(module))  # type: ignore[arg-type]
+
+
+def _number_attention(layer: Any) -> None:
+    """Give the attention of a hybrid layer of Zamba 2 the index of the layer, by which a cache knows it: transformers
+    calls all of them -1, because they share weights."""
+    layer.shared_transformer.self_attn.layer_idx = layer.mamba_decoder.layer_idx
 
 
 def _compute_exactly(layer: Any, parts: tuple[str, str] | None) -> None:

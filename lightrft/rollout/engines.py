@@ -31,6 +31,7 @@ def get_engine(cfg: RolloutConfig, actor: Any, strategy: Any, tokenizer: Any, bf
     check_rope(cfg, actor.hf_model.config)
     check_states(cfg, actor.hf_model.config)
     if strategy.plans:
+        check_layers(cfg, actor.hf_model.config)  # an engine finds it out when it generates
         return import_module("lightrft.rollout.planned").PlannedEngine()
     engine = build(cfg, actor, strategy, tokenizer, bf16)
     if missing := sorted(name for name in members() if not hasattr(engine, name)):
@@ -138,6 +139,14 @@ def check_family_with_states(cfg: RolloutConfig, config: Any, cuda: bool, bf16: 
     refuse = getattr(import_module(_module_of(cfg.engine_type)), "refuse_states", None)
     if refuse is not None and has_states(config):
         refuse(config, cuda, bf16)
+
+
+def check_layers(cfg: RolloutConfig, config: Any) -> None:
+    """Refuse an engine whose cache has no place for what the layers of the model of ``config`` keep, as
+    ``refuse_layers`` of ``lightrft.rollout.NAME.engine`` knows. No package of an engine is needed."""
+    refuse = getattr(import_module(_module_of(cfg.engine_type)), "refuse_layers", None)
+    if refuse is not None:
+        refuse(config)
 
 
 def check_media(cfg: RolloutConfig, config: Any, most: Mapping[str, int], causal: bool) -> None:

@@ -1,5 +1,6 @@
 """Fully sharded data parallelism (torch FSDP2): every rank holds a part of each weight, gradient and optimizer
 moment."""
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,7 +97,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cp
     """Apply ``fully_shard`` to each Transformer block and to ``model``; gradients will be summed over ranks, not
     averaged, with ``every`` in every micro-batch."""
     nbytes = sum(param.numel() * param.element_size() for param in model.parameters())
-    layers = transformer_blocks(model) if nbytes > policy.one_unit else []
+    layers = _apart(transformer_blocks(model)) if nbytes > policy.one_unit else []
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     precision = replace(whole, param_dtype=torch.bfloat16) if bf16 else whole
     heads = [module for module in model.modules() if bf16 and keeps_float32(module)]
@@ -110,6 +111,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, bf16: bool, cp
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a plain SUM, which gloo has too
     return Placement(found, nbytes <= policy.keep_full, every)
+
+
+def _apart(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers that share no weight with another one (as some of Zamba 2 do). FSDP2 would divide a shared
+    weight once for each of its layers, and train as many."""
+    owners = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return [layer for layer in layers if all(owners[parameter] == 1 for parameter in layer.parameters())]
 
 
 def units(model: nn.Module) -> list[FSDPModule]:

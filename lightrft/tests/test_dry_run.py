@@ -36,6 +36,7 @@ def home_fixture(tmp_path_factory):
     tiny.save_model(home / "narrow", hidden_size=16)
     tiny.tokenizer(extra="<|extra|>").save_pretrained(tiny.save_model(home / "foreign"))
     tiny.save_model(home / "small", vocab_size=259)
+    tiny.save_model(home / "twice", "diffllama")
     save_scorer(home / "scorer", 0)
     judged = [{"prompt": f"{i}?", "response": "1", "label": bool(i)} for i in (0, 1)]
     contents_of = {
@@ -166,6 +167,7 @@ CASES: dict[str, dict[str, Case]] = {
         "held-out": (written(UNREADABLE, "eval_data"), "cannot read the reference"),
         "template": (given(chat_template="chatmml"), "unknown chat template"),
         "engine": (given(engine_type="sglang"), "sglang"),
+        "cache": (given(pretrain="home:twice"), "--engine_type hf: .*attends more than once .* Take --engine_type"),
         "critic": (given(advantage_estimator="gae", critic_pretrain="nosuch_dir"), "cannot load a model from 'nosuch"),
         "small critic": (given(advantage_estimator="gae", critic_pretrain="home:small"), "embeddings of 259 tokens"),
         "kernel": (given(save_path="/proc/sys/x"), "--save_path /proc/sys/x: .*cannot be"),

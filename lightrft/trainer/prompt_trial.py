@@ -26,7 +26,8 @@ from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
-from lightrft.rollout.engines import builder_of, check_family_with_states, check_media, check_rope, check_states
+from lightrft.rollout.engines import (builder_of, check_family_with_states, check_layers, check_media, check_rope,
+                                      check_states)
 from lightrft.trainer.environment_trial import try_environment
 from lightrft.trainer.model_media import open_media
 from lightrft.trainer.reward_trial import rendered
@@ -169,6 +170,7 @@ def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:
     check_rope(config.rollout, model)
     check_states(config.rollout, model)
     check_family_with_states(config.rollout, model, cuda, bool(config.model.bf16))
+    check_layers(config.rollout, model)
     check_media(config.rollout, model, most, both_ways and not cuda)
 
 

@@ -37,7 +37,7 @@ OWN: dict[str, dict[str, Any]] = {  # sizes in which no width is that of another
     "qwen3_5": TWO, "qwen3_5_moe": EXPERTS, "qwen3_next": EXPERTS, "bamba": TWO | {"mamba_d_head": 32},
     "granitemoehybrid": TWO | {"mamba_d_head": 32}, "falcon_h1": TWO, "jamba": TWO | {"mamba_dt_rank": 6},
     "kimi_linear": TWO, "lfm2": TWO, "minimax": TWO, "nemotron_h": {"num_hidden_layers": 3}, "olmo_hybrid": TWO,
-    "zamba2": TWO | {"n_mamba_heads": 8},
+    "zamba2": TWO | {"n_mamba_heads": 8, "layers_block_type": ["mamba", "hybrid"]},
 }  # yapf: disable
 MISSED = {"granitemoehybrid": 0.16, "lfm2": 0.23, "nemotron_h": 0.16, "olmo_hybrid": 0.18, "qwen3_5_moe": 0.08,
           "zamba2": 0.37}  # yapf: disable
@@ -194,7 +194,7 @@ def test_shapes_of_layers_with_state() -> None:
     }  # type: ignore
     assert kinds["qwen3_5"] == kinds["bamba"] == (LayerKind(1, attends=False, state=True), LayerKind(1))
     assert kinds["falcon_h1"] == (LayerKind(2, state=True), )
-    assert kinds["zamba2"] == (LayerKind(1, attends=False, state=True, mlp=False), LayerKind(1, state=True))
+    assert kinds["zamba2"] == (LayerKind(1, attends=False, state=True, mlp=False), LayerKind(2, state=True))
     assert kinds["nemotron_h"] == (LayerKind(1, attends=False, state=True, mlp=False), LayerKind(1, attends=False),
                                    LayerKind(1, mlp=False))  # yapf: disable
     shapes = [ModelShape.of(tiny.config(family)) for family in ("qwen3_5", "qwen3")]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightrft.config.shared_schema import PolicyModelConfig
@@ -9,6 +10,8 @@ from lightrft.models.attention import PackedLayout
 from lightrft.models.packed_model import Critic
 from lightrft.models.recomputation import recompute
 from lightrft.strategy.distributed import transformer_blocks
+from lightrft.strategy.fsdp import shard, units, WrapPolicy
+from lightrft.strategy.sharding import local
 from lightrft.tests.support import naive_model, tiny
 from lightrft.types import Experience
 
@@ -133,6 +136,20 @@ def one_rank():
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     yield
     torch.distributed.destroy_process_group()
+
+
+def test_a_weight_of_several_layers_is_divided_once(one_rank):
+    """Of Zamba 2, whose layers share a block; its gradient is the sum over them."""
+    exp, grads = naive_model.experience(), []
+    models = [actor("zamba2") for _ in range(2)]
+    shard(models[0], init_device_mesh("cpu", (1, )), WrapPolicy(one_unit=0, keep_full=0), False, False)
+    assert len(units(models[0])) == 2, "the root, and the layer that is alone"
+    for model in models:
+        model(exp)[0].sum().backward()
+        grads.append({name: local(weight.grad) for name, weight in model.named_parameters()})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[1].items():
+        torch.testing.assert_close(grads[0][name], grad, msg=name)
 
 
 def test_sharded_layers_in_bfloat16_share_one_layout(one_rank, monkeypatch):

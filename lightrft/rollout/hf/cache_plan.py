@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightrft.models.actor_modality import ActorModality
+from lightrft.models.packing_check import identity, small_packed
 from lightrft.models.state_rows import Layer
 from lightrft.models.stateful import continues
 from lightrft.rollout.hf.states import Shapes, shapes_after_a_token
 from lightrft.utils.errors import UserError
 
+_PROBES: "dict[str, LayerProbe | None]" = {}  # of small copies, by their configs
 _LIVE_PROMPTS = 2.5  # prompt slots, over rows / samples per prompt: a prompt stays until its longest sample ends
 
 
@@ -54,9 +57,6 @@ class LayerProbe:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
         """Record the layer's shape and dtype."""
-        if key.shape != value.shape:
-            raise UserError(f"the HF engine needs keys and values of one shape, "
-                            f"got {list(key.shape)} and {list(value.shape)}")
         self.shared |= {layer} & self.shapes.keys()
         self.shapes[layer] = (key.shape[1], key.shape[3], value.dtype)
         return query.transpose(1, 2)
@@ -68,20 +68,54 @@ class LayerProbe:
 
 
 @torch.no_grad()
-def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
+def probed(model: Any, modality: ActorModality) -> LayerProbe:
     """Run one token through ``model`` and record what its layers would cache."""
     probe = LayerProbe()
     zero = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     modality.logits(model, 0, input_ids=zero, position_ids=zero, attention_mask=None, use_cache=False, kv_cache=probe)
+    return probe
+
+
+def check_layers(probe: LayerProbe, family: str) -> None:
+    """Refuse the model type ``family``, whose layers showed ``probe`` what the cache has no place for.
+
+    Raises:
+        UserError: with the other engines.
+    """
+    reason, layers = "", sorted(probe.shapes)
     if probe.shared:
-        raise UserError("the HF engine needs keys and values of every layer apart, and this model attends twice under "
-                        "one index: its layers share an attention block (Zamba 2)")
-    shapes, layers = set(probe.shapes.values()), tuple(sorted(probe.shapes))
-    if len(shapes) != 1 or not probe.states and layers != tuple(range(len(layers))):
-        raise UserError(f"the HF engine needs packed attention with equal key shapes in every layer; "
-                        f"this {type(model).__name__} "
-                        f"shows {probe.shapes or 'no attention layer at all'}")
-    return KVSpec(layers, *shapes.pop(), probe.states, continues(model))
+        reason = "attends more than once under one index, and the cache has one place for each"
+    elif len({*probe.shapes.values()}) != 1 or not probe.states and layers != [*range(len(layers))]:
+        reason = "needs other keys in some layers than in others, and the cache has the same in all"
+    if reason:
+        raise UserError(f"--engine_type hf: model type {family!r} {reason}. Take --engine_type vllm or sglang")
+
+
+def check_decoder(config: PretrainedConfig) -> None:
+    """Refuse a text config whose layers the cache has no place for; what a small copy shows is stored.
+
+    Raises:
+        UserError: of :func:`check_layers`.
+    """
+    known = identity(config)
+    if known not in _PROBES:
+        model, modality = small_packed(config), ActorModality()
+        if model is not None:
+            modality.adapt(model)
+        _PROBES[known] = None if model is None else probed(model, modality)
+    if (probe := _PROBES[known]) is not None:
+        check_layers(probe, config.model_type)
+
+
+def probe_spec(model: Any, modality: ActorModality) -> KVSpec:
+    """Find what the layers of ``model`` cache.
+
+    Raises:
+        UserError: of :func:`check_layers`.
+    """
+    probe = probed(model, modality)
+    check_layers(probe, model.config.get_text_config().model_type)
+    return KVSpec(tuple(sorted(probe.shapes)), *next(iter(probe.shapes.values())), probe.states, continues(model))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.config.engines import HF_CACHE_PART, HF_FUSED_PART, HF_KEPT_PART, HF_MERGED_PART
 from lightrft.config.schema import RolloutConfig
@@ -25,7 +25,7 @@ from lightrft.rollout.engine import SamplingParams, check_episodes, stop_ids
 from lightrft.rollout.hf.continuous_batching import Generation
 from lightrft.rollout.hf.decode_graph import padded_width, StepGraphs
 from lightrft.rollout.hf.fused_layers import find_fused, FusedCalls
-from lightrft.rollout.hf.cache_plan import KVPlan, KVSpec, probe_spec
+from lightrft.rollout.hf.cache_plan import check_decoder, KVPlan, KVSpec, probe_spec
 from lightrft.rollout.hf.kv_cache import KVCache
 from lightrft.rollout.hf.module_calls import find_decode_pass, Forward
 from lightrft.rollout.hf.response_queue import ResponseQueue
@@ -350,6 +350,11 @@ class HFEngine:
         if self.owns_model:
             self.model = nn.Module()
         self._give_back()
+
+
+def refuse_layers(config: PretrainedConfig) -> None:
+    """Refuse models whose layers the cache has no place for, as a small copy of their decoder shows."""
+    check_decoder(config.get_text_config())
 
 
 def build_hf_engine(cfg: RolloutConfig, actor: ActorLanguage, strategy: StrategyBase, tokenizer: Any,

@@ -1,5 +1,6 @@
 """The HF engine against Hugging Face itself, against itself under other batches and budgets, and its errors."""
 import functools
+import itertools
 import random
 import weakref
 
@@ -68,8 +69,8 @@ def same(left, right):
         for a, b in flat)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature,family",
+                         [*itertools.product((0.0, 0.7, 1.0), FAMILIES), *((1.0, family) for family in tiny.LATENT)])
 def test_logprobs_equal_a_hugging_face_forward(family, temperature):
     params = SamplingParams(NEW, temperature, stop_token_ids=STOPS)
     for request, completions in zip(requests(), generate(engine(family), requests(), params)):

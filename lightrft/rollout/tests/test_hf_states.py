@@ -1,5 +1,6 @@
 """Models with state (convolutions, recurrent matrices) in the HF engine: decoding is the whole forward pass."""
 import functools
+import math
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lightrft.rollout.vllm.launch import engine_arguments
 from lightrft.rollout.vllm.states import ON_CPUS, REFUSED
 from lightrft.tests.support import naive_decode, tiny
 from lightrft.tests.support.episodes import generate, Group, keyed
-from lightrft.tests.support.hybrids import IN_FLOAT32, REFUSED_BY_ENGINE
+from lightrft.tests.support.hybrids import IN_FLOAT32
 from lightrft.tests.support.stepping import ANSWER, collect, rounds_keep_to_the_protocol, same
 from lightrft.tests.support.turns import PARAMS, turns_are_those_by_hand, turns_have_the_scores
 from lightrft.types import Key
@@ -27,7 +28,7 @@ from lightrft.utils.errors import UserError
 
 NEW, EXACT = 20, 2e-6
 ROOMY, TIGHT = 1 << 24, 70_000  # bytes of cache; three slots, so that they are filled again and prompts wait
-OTHERS = sorted(tiny.STATEFUL.keys() - REFUSED_BY_ENGINE)
+OTHERS = sorted(tiny.STATEFUL)
 LONG = [*range(70, 150), *range(20, 55)]  # tokens; more than a chunk of 64
 
 
@@ -66,6 +67,9 @@ def test_decoding_is_the_forward_pass(family, kv_bytes):
         for done in group:
             assert done.logprobs == pytest.approx(naive(family, request.token_ids, done.token_ids), rel=0, abs=EXACT)
     assert (used._space.cache.plan.slots < 5) is (kv_bytes == TIGHT)
+    spec, shape = used._probe()[0], ModelShape.of(used.model.config)
+    states = sum(math.prod(size) * dtype.itemsize for kept in spec.states.values() for size, dtype in kept.values())
+    assert (shape.kv_bytes(4), shape.cache_bytes(0, 4)) == (spec.bytes_per_token, 2 * states), "what a plan says"
 
 
 @pytest.mark.parametrize("family,kv_bytes",
@@ -121,8 +125,6 @@ def test_states_take_room_of_the_cache():
     used = engine(kv_bytes=TIGHT)
     generate(used, asked(), SamplingParams(NEW))
     spec, plan, cache = used._probe()[0], used._space.cache.plan, used._space.cache
-    shape = ModelShape.of(used.model.config)
-    assert shape.cache_bytes(100, 4) == (100 + 2 * spec.tokens_per_sequence) * spec.bytes_per_token, "what a plan says"
     states = sum(x.nbytes for layer in spec.states for x in cache.rows.states.data[layer].values()) / plan.slots
     assert states == 4 * (64 * 4 + 4 * 8 * 8) and spec.tokens_per_sequence * spec.bytes_per_token == states
     tokens = plan.prompts * plan.prompt_len + plan.slots * plan.length
@@ -144,16 +146,9 @@ def test_engines_that_cannot_run_them_are_refused_by_name():
             check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config(family), False, True)
     with pytest.raises(UserError, match="'jamba' .* never compared"):
         check_family_with_states(RolloutConfig(engine_type="vllm"), tiny.config("jamba"), True, True)
-    limited = tiny.config("falcon_h1", time_step_limit=[0.001, 0.1])
-    with pytest.raises(UserError, match=r"'falcon_h1' .* time_step_limit \(0.001, 0.1\). Use --engine_type hf"):
-        engine_arguments(RolloutConfig(engine_type="vllm"), limited, cpu, True, World(), 9)
-    shared = tiny.model("zamba2", layers_block_type=["mamba", "hybrid", "hybrid"], num_hidden_layers=3)
-    shared.set_attn_implementation("packed")
-    ActorModality().adapt(shared)
-    for hf, reason in ((shared, "attends twice under one index"), (model("kimi_linear"),
-                                                                   "keys and values of one shape")):
-        with pytest.raises(UserError, match=reason):
-            HFEngine(hf, ())._probe()
+    for limited in (tiny.config("falcon_h1", time_step_limit=[0.001, 0.1]), tiny.config("nemotron_h")):
+        with pytest.raises(UserError, match="its limited time steps were compared on CPUs alone. Use --engine_type hf"):
+            check_family_with_states(RolloutConfig(engine_type="vllm"), limited, True, True)
     for half, changes in ((True, {}), (False, {"layer_types": ["full_attention"] * 2})):
         given = engine_arguments(RolloutConfig(engine_type="vllm"), tiny.config("qwen3_5", **changes), cpu, half,
                                  World(), 9)

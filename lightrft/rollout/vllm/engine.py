@@ -25,7 +25,7 @@ from lightrft.rollout.weight_sync.weight_map import WeightMap
 from lightrft.rollout.vllm.launch import NativeStream, engine_arguments, process_state_kept, start_engine
 from lightrft.rollout.vllm.media import VLLMMedia
 from lightrft.rollout.vllm.parts import VLLMParts
-from lightrft.rollout.vllm.states import state_arguments, stored_forms
+from lightrft.rollout.vllm.states import limit_time_steps, state_arguments, stored_forms
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Episode, MediaSource, Prompt
 from lightrft.utils.errors import UserError
@@ -302,6 +302,7 @@ def build_vllm_engine(cfg: RolloutConfig, actor: ActorLanguage, strategy: Strate
         from vllm.distributed.parallel_state import get_tp_group
         group = get_tp_group().cpu_group
     try:
+        limit_time_steps(native.model_executor.driver_worker.worker.get_model(), actor.hf_model)
         return VLLMEngine(native, manifest(actor, not apart), eos_ids(actor.hf_model, tokenizer),
                           arguments["enable_sleep_mode"], group, owns_world,
                           Adapters(native, rank) if apart else None, media,

@@ -7,10 +7,8 @@ from lightrft.tests.support import tiny
 from lightrft.tests.support.preference_runs import EVERY
 from lightrft.tests.support.strategy_ranks import KINDS, RESUMED
 
-FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]  # packed, exported and resumed
-REFUSED_BY_ENGINE = {"kimi_linear"}  # whose keys and values differ in shape
-DECODED = [family for family in FAMILIES if family not in REFUSED_BY_ENGINE]
-STORED = ("falcon_h1", "granitemoehybrid")  # of Mamba 2
+FAMILIES = [*tiny.HYBRIDS, *tiny.STATEFUL]  # packed, decoded by the hf engine, exported and resumed
+STORED = ("falcon_h1", "granitemoehybrid", "nemotron_h")  # of Mamba 2
 IN_FLOAT32 = (*STORED, "lfm2")  # into vLLM
 SYNCED = {"qwen3_5": 9, "qwen3_5_moe": 9, "qwen3_next": 7}  # into vLLM; number of weights of a layer with state
 COLUMNS = ("model type", "packed", "shared prompt", "hf engine", "sync to vLLM", "export", "resume", "two strategies")
@@ -36,8 +34,7 @@ def row_of(family: str) -> tuple[str, ...]:
     """The row of a family."""
     spread = trained(KINDS[RESUMED]).union(*(trained(options) for _, options in EVERY.values()))
     return (f"`{family}`", RIGHT, RIGHT if continues(tiny.model(family)) else "computed again",
-            RIGHT if family in DECODED else "refused: shapes of keys and values differ", in_vllm(family), RIGHT, RIGHT,
-            RIGHT if family in spread else UNTRIED)  # yapf: disable
+            RIGHT, in_vllm(family), RIGHT, RIGHT, RIGHT if family in spread else UNTRIED)  # yapf: disable
 
 
 def table() -> str:

@@ -63,11 +63,24 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {  # other layers with state: 
                                   "head_dim": 8, "num_hidden_layers": 3}),
     "olmo_hybrid": ("olmo_hybrid", _DELTA),
     "zamba2": ("zamba2", {"mamba_d_state": 8, "mamba_expand": 2, "n_mamba_heads": 4, "mamba_headdim": 16,
-                          "mamba_ngroups": 1, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"]}),
+                          "mamba_ngroups": 1, "chunk_size": 16, "num_hidden_layers": 3, "initializer_range": 0.15,
+                          "layers_block_type": ["mamba", "hybrid", "hybrid"]}),  # which share a block
 }  # yapf: disable
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # a token takes two of four experts
     "mixtral": ("mixtral", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {  # attention whose values are narrower, or wider, than its keys
+    "deepseek_v3": ("deepseek_v3", {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 1}),
+    "minicpm3": ("minicpm3", {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+        "v_head_dim": 16}),
+}  # yapf: disable
+
+TWICE: dict[str, tuple[str, dict[str, Any]]] = {"diffllama": ("diffllama", {})}  # attends twice under one index
 
 
 def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
@@ -86,7 +99,7 @@ def tokenizer(**marks: str) -> PreTrainedTokenizerBase:
 
 def config(family: str = "qwen2", **overrides: Any) -> Any:
     """The configuration of a tiny model of ``family`` (a key of ``FAMILIES``, ``HYBRIDS`` or ``MIXTURES``)."""
-    model_type, changes = (FAMILIES | HYBRIDS | STATEFUL | MIXTURES)[family]
+    model_type, changes = (FAMILIES | HYBRIDS | STATEFUL | MIXTURES | LATENT | TWICE)[family]
     tok = tokenizer()
     ids = {
         "vocab_size": len(tok), "pad_token_id": tok.pad_token_id, "eos_token_id": tok.eos_token_id, "bos_token_id": None
