@@ -32,6 +32,18 @@ def trained_fixture(home: Path) -> Path:
     return home / "trained"
 
 
+@pytest.fixture(name="broken", scope="module", autouse=True)
+def broken_fixture(home: Path) -> dict[str, Launched]:
+    """Runs of two ranks in which rank 1 comes to grief at its third step. They mostly wait, so all begin with the first
+    test of this file, long before those that look at them."""
+    kinds = {"raise": {}, "exit": {}, "kill": {}, "hang": {"dist_timeout_s": 16}}
+    more = BAD_LOSS | {"max_steps": 50}
+    return {
+        kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, FAULT=f"{kind}@1:3")
+        for kind, own in kinds.items()
+    }
+
+
 # -- data -------------------------------------------------------------------------------------------------------------
 def _lines(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
     change(content := rows(10))
@@ -243,17 +255,6 @@ def test_an_error_of_one_rank_ends_both(home: Path, tmp_path: Path) -> None:
     assert run.wait() == [2, 2] and time.monotonic() - began < 60, run.output
     assert "rank 1 stopped the run: reward file" in run.log(0) and "no GPU here" in run.log(0), run.output
     assert "[rank 1] ERROR: reward file" in run.log(1) and no_orphans(tmp_path), run.output
-
-
-@pytest.fixture(name="broken", scope="module")
-def broken_fixture(home: Path) -> dict[str, Launched]:
-    """Runs of two ranks in which rank 1 comes to grief at its third step; all at once, they mostly wait."""
-    kinds = {"raise": {}, "exit": {}, "kill": {}, "hang": {"dist_timeout_s": 8}}
-    more = BAD_LOSS | {"max_steps": 50}
-    return {
-        kind: launch(home / kind, options_of(home, home / kind, **more, **own), 2, FAULT=f"{kind}@1:3")
-        for kind, own in kinds.items()
-    }
 
 
 @pytest.mark.parametrize("kind,what,stack", [
