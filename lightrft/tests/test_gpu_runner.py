@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,21 +55,19 @@ def nothing_is_left(folder):
     assert [pid for pid in pids if not gone(pid)] == [], "a process outlived its measurement"
 
 
-def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_process, "GRACE_S", GRACE_S)
-    run = runner(tmp_path)
+@pytest.fixture(name="recorded", scope="module")
+def fixture_recorded(tmp_path_factory):
+    """A call with measurements that fail, hang and are good, in a thread: its limit passes beside other tests."""
+    run = runner(tmp_path_factory.mktemp("recorded"))
     chosen = [planned("bad", BAD), planned("hanging", HANGING, 8, ranks=2), planned("good", ranks=2)]
-    assert run.run(chosen, minutes=30) == []
-    records = run.store.read()
-    assert {name: record.status
-            for name, record in records.items()} == {"bad": "failed", "hanging": "failed", "good": "ok"}
-    assert "RuntimeError: out of everything" in records["bad"].error and records["bad"].error.startswith("exit code 1")
-    assert records["hanging"].error.startswith("ended after 16 s") and "\nrank 1 hangs" in records["hanging"].error
-    assert records["hanging"].seconds < 60
-    assert all(record.tables == {"Doctor": [{"size": "0.5b", "reduced": True}]} for record in records.values())
-    nothing_is_left(tmp_path / "models")
-    page = render(chosen, records)
-    assert "RuntimeError: out of everything" in page and "- `bad`: failed" in page and "| `good` | 0.5b |" in page
+
+    def call():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_process, "GRACE_S", GRACE_S)
+            return run.run(chosen, minutes=30)
+
+    with ThreadPoolExecutor(1) as thread:
+        yield run, chosen, thread.submit(call)
 
 
 INTERRUPTED = """
@@ -84,7 +83,7 @@ sys.exit(runner.main(["--reduced", "--out", sys.argv[1], "--models", sys.argv[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_call_and_its_measurement(number, tmp_path):
+def test_a_signal_ends_the_call_and_its_measurement(number, tmp_path, recorded):
     """Nothing trains on, what the measurement had is stored and printed, and no other starts."""
     (tmp_path / "lightrft-random-models").mkdir()
     run = subprocess.Popen([sys.executable, "-c", INTERRUPTED,
@@ -100,6 +99,21 @@ def test_a_signal_ends_the_call_and_its_measurement(number, tmp_path):
     assert (record.name, record.status, record.error.splitlines()[0]) == ("first", "cut", "interrupted")
     assert "| `first` | 0.5b | True |" in printed and "second" not in printed
     assert "- `first`: ended with the call" in render([planned("first")], {"first": record})
+
+
+def test_what_fails_or_hangs_is_recorded_and_the_rest_runs(recorded):
+    run, chosen, left = recorded
+    assert left.result() == []
+    records = run.store.read()
+    assert {name: record.status
+            for name, record in records.items()} == {"bad": "failed", "hanging": "failed", "good": "ok"}
+    assert "RuntimeError: out of everything" in records["bad"].error and records["bad"].error.startswith("exit code 1")
+    assert records["hanging"].error.startswith("ended after 16 s") and "\nrank 1 hangs" in records["hanging"].error
+    assert records["hanging"].seconds < 60
+    assert all(record.tables == {"Doctor": [{"size": "0.5b", "reduced": True}]} for record in records.values())
+    nothing_is_left(run.models)
+    page = render(chosen, records)
+    assert "RuntimeError: out of everything" in page and "- `bad`: failed" in page and "| `good` | 0.5b |" in page
 
 
 def test_a_second_call_runs_what_has_no_result(tmp_path, monkeypatch):
