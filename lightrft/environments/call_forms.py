@@ -26,7 +26,7 @@ class CallForm(Protocol):
 
 
 class MarkMemory:
-    """A tokenizer for renderers, which encode the same few marks of their family in every turn: it remembers them."""
+    """A tokenizer for renderers, which ask for the same few marks of their family in every turn: it remembers them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,9 @@ class MarkMemory:
         return self._tokenizer(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        value = getattr(self._tokenizer, name)
+        setattr(self, name, value)
+        return value
 
 
 class HarmonyCalls:

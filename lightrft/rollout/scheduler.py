@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from lightrft.models.vocabulary import check_ids
 from lightrft.rollout.engine import FINISH_REASONS, SamplingParams, SteppedEngine
@@ -19,10 +19,10 @@ _LOOK_S = 1.0  # between two signs of life while all responses wait
 _ROUND_S = 1e-2  # between two exchanges then, of ranks that share the engine: none hears of the answers of another
 
 GroupKey = tuple[str, int]  # role and number of a prompt: the first two entries of a Key
+_HERE = (list, Segment, type(None))  # types of a turn; to ask for a protocol takes 200 times as long
 Turn = list[int] | Segment | None  # given to a response before it resumes, perhaps with media; None: it is finished
 
 
-@runtime_checkable
 class PendingTurn(Protocol):
     """A turn that may not be there yet, such as a :class:`concurrent.futures.Future`."""
 
@@ -295,8 +295,8 @@ class Scheduler:
         if not self.waiting:
             return {}
         came = {key: turn for key, turn in self.waiting.items() if self.flights[key].local and _is_there(turn)}
-        self._wait_for([*came], [turn.result() if isinstance(turn, PendingTurn) else turn for turn in came.values()])
-        local_turns = {key: turn for key in came if not isinstance(turn := self.waiting[key], PendingTurn)}
+        self._wait_for([*came], [turn if isinstance(turn, _HERE) else turn.result() for turn in came.values()])
+        local_turns = {key: turn for key in came if isinstance(turn := self.waiting[key], _HERE)}
         ready = share_turns(local_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
         return ready
@@ -306,7 +306,7 @@ class Scheduler:
         arrived = self._arrived
         for key, turn in zip(keys, turns, strict=True):
             self.waiting[key] = turn
-            if isinstance(turn, PendingTurn):
+            if not isinstance(turn, _HERE):
                 turn.add_done_callback(lambda _: arrived.set())
 
     def _go_on(self, turns: dict[Key, Turn]) -> None:
@@ -389,11 +389,11 @@ def _check(flight: Flight, newest: int) -> None:
 
 
 def _is_there(turn: Turn | PendingTurn) -> bool:
-    return not isinstance(turn, PendingTurn) or turn.done()
+    return isinstance(turn, _HERE) or turn.done()
 
 
 def result_of(turn: Turn | PendingTurn) -> Turn:
     """Return a turn, after a wait if it is not there."""
-    while isinstance(turn, PendingTurn):
+    while not isinstance(turn, _HERE):
         turn = turn.result()
     return turn
