@@ -1,10 +1,12 @@
 """Groups that are carried over to later steps, as values of a checkpoint."""
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import pairwise, repeat
 from typing import Any
 
+from lightrft.strategy.plain_pickle import reads_again
 from lightrft.types import Episode, Prompt
+from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 from lightrft.utils.score import Score
 
@@ -21,6 +23,25 @@ def warn_dropped(state: dict[str, Any], *kinds: str) -> None:
     for kind in kinds:
         if state.get(kind):
             get_logger().warning(_CARRIED[kind], len(state[kind]))
+
+
+def check_saved(prompts: Iterable[Prompt], option: str, columns: bool = True) -> None:
+    """Check that checkpoints can keep what they hold of prompts whose responses ``option`` carries over, with the
+    ``columns`` of their rows or without.
+
+    Raises:
+        UserError: names the first value that is not read again.
+    """
+    for prompt in prompts:
+        values = {**prompt.columns} if columns else {}
+        values |= {"reference": prompt.reference, "chat_template_kwargs": prompt.template_kwargs}
+        if reads_again(values):
+            continue
+        name, value = next((item for item in values.items() if not reads_again(item[1])), ("", values))
+        raise UserError(
+            f"--{option} keeps rows in checkpoints, and {name!r} of row {prompt.uid} holds an object that is not read "
+            f"again, because that could run code (of {type(value).__name__}, or in it). Give plain values (texts, "
+            "numbers, lists, dicts, arrays), build the object in the reward or the environment, or add --disable_ckpt")
 
 
 def group_state(group: list[Episode]) -> dict[str, Any]:

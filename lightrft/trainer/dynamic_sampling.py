@@ -12,7 +12,7 @@ from lightrft.datasets.loader import PromptLoader
 from lightrft.ops.segment import group_stats
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.advantage_calculator import trainable_samples
-from lightrft.trainer.carried_groups import finished_state, load_finished, warn_dropped
+from lightrft.trainer.carried_groups import check_saved, finished_state, load_finished, warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.shards import Shards
@@ -114,7 +114,9 @@ class DynamicSource:
 
     def _round(self, count: int, tally: Tally) -> None:
         """Generate and score ``count`` prompts; append the accepted groups to ``waiting``, in the order of draws."""
-        episodes, wait_for_scores = self.maker.generate(self.loader.draw(count), "draw")
+        drawn, saved = self.loader.draw(count), not self.config.checkpoint.disable_ckpt
+        check_saved((prompt for _, prompt in drawn if saved), "dynamic_sampling", columns=False)
+        episodes, wait_for_scores = self.maker.generate(drawn, "draw")
         wait_for_scores()
         exp = Batch.of(episodes)
         exp.scored = torch.tensor([episode.reward is not None for episode in episodes], dtype=torch.bool)

@@ -7,13 +7,11 @@ import torch
 
 from lightrft.config.schema import Config
 from lightrft.datasets.loader import PromptLoader
-from lightrft.strategy.plain_pickle import reads_again
-from lightrft.trainer.carried_groups import group_state, load_group, warn_dropped
+from lightrft.trainer.carried_groups import check_saved, group_state, load_group, warn_dropped
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.samples import group_seeds
 from lightrft.types import by_group, Episode, Prompt
-from lightrft.utils.errors import UserError
 from lightrft.utils.logging import get_logger
 
 
@@ -31,18 +29,6 @@ class Progress(NamedTuple):
     def version(self, step: int) -> int:
         """Return the version of the oldest token; ``step`` if there is none."""
         return step if self.oldest is None else self.oldest
-
-
-def check_saved(prompt: Prompt) -> None:
-    """Raise :class:`UserError` for a column that a checkpoint with the unfinished group could not keep."""
-    values = {**prompt.columns, "reference": prompt.reference}
-    if reads_again(values):
-        return
-    name, value = next((item for item in values.items() if not reads_again(item[1])), ("", values))
-    raise UserError(f"--oversample keeps rows in checkpoints, and {name!r} of row {prompt.uid} holds an object that is "
-                    f"not read again, because that could run code (of {type(value).__name__}, or in it). Give plain "
-                    "values (texts, numbers, lists, dicts, arrays), build the object in the reward or the environment, "
-                    "or add --disable_ckpt")
 
 
 class OversamplingSource:
@@ -79,8 +65,7 @@ class OversamplingSource:
         """Make the rollout of one step."""
         missing = min(self.most, (self.total_steps - step) * self.batch) - len(self.progress)
         drawn = dict(self.loader.draw(max(0, missing)))
-        for prompt in drawn.values() if self.saved else ():
-            check_saved(prompt)
+        check_saved(drawn.values() if self.saved else (), "oversample")
         self.progress |= {number: Progress(True, None) for number in drawn}
         running = {number: each for number, each in self.progress.items() if each.open}
         due = {number for number, each in running.items() if each.version(step) + self.max_staleness <= step}

@@ -233,6 +233,19 @@ def test_a_column_that_no_checkpoint_keeps_is_refused_before_the_first_step(home
         made.fit()
 
 
+def test_dynamic_sampling_refuses_a_reference_that_no_checkpoint_keeps(home, tmp_path):
+    """Columns are not kept, so any may be there."""
+    made = trainer_of(home, tmp_path, oversample=1.0, dynamic_sampling=True, disable_ckpt=False, max_steps=2)
+    made.sync_weights(0)
+    made.prepared["actor"].model.eval()
+    rows = [replace(each, columns={"game": Game()}) for each in made.source.loader.dataset]
+    made.source.loader.dataset = rows
+    assert made.source.make(0).shards.size
+    made.source.loader.dataset = [replace(each, reference=[Game()]) for each in rows]
+    with pytest.raises(UserError, match="--dynamic_sampling keeps .*'reference' of row .* is not read again"):
+        made.source.make(1)
+
+
 def test_groups_that_no_longer_fit_are_told(home, tmp_path, capsys):
     made = trainer_of(home, tmp_path, max_steps=2)
     made.sync_weights(0)
