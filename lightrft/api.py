@@ -145,7 +145,7 @@ class RL(_Training):
         eval_dataset: held-out prompts, likewise.
         environment: answers the turns of the policy: a class (:class:`lightrft.environments.Environment`, or one of
             another trainer), or what ``--environment`` takes. Without ``rewards`` its rewards are those of the run.
-        tools: functions that the policy may call, in place of an environment.
+        tools: functions that the policy may call, one or several, in place of an environment.
         plugins: Python files, or names of modules, to import, one or several, as for ``--plugin``.
         options: every option of ``lightrft train --help all``, by name.
 
@@ -156,8 +156,10 @@ class RL(_Training):
 
     def __init__(self, model: str | Path, rewards: Reward | Sequence[Reward] | None = None,
                  train_dataset: Data | None = None, eval_dataset: Data | None = None, *,
-                 environment: str | Path | type | None = None, tools: Sequence[Callable[..., Any]] = (),
-                 plugins: Plugins = (), **options: Any) -> None:
+                 environment: str | Path | type | None = None,
+                 tools: Callable[..., Any] | Sequence[Callable[..., Any]] = (), plugins: Plugins = (),
+                 **options: Any) -> None:
+        tools = [tools] if callable(tools) else tools
         if rewards is not None:
             if "reward" in options:
                 raise UserError("reward is given by the keyword rewards already; drop it")

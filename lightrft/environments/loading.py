@@ -11,7 +11,7 @@ from typing import Any
 from lightrft.environments.adapters import adapter_of, interface_of, is_verl_tool, of_methods, verl_tools
 from lightrft.environments.base import EnvironmentSpec, Info
 from lightrft.environments.tools import ToolBox, ToolEnvironment
-from lightrft.utils.errors import CaptureException, UserError
+from lightrft.utils.errors import CaptureException, first_line, UserError
 
 EXPECTED = ("a class with reset(prompt, seed) and step(turn), a class with turn(prompt, response), a list of functions "
             "that are tools, or a class of another trainer (docs/environments.md)")
@@ -37,7 +37,7 @@ def load(spec: EnvironmentSpec) -> tuple[Factory, Info]:
     Raises:
         UserError: the file cannot be imported, has no such name, or this has no known interface.
     """
-    made = pickle.loads(spec.pickled) if spec.pickled else _in_file(Path(spec.path), spec.name)
+    made = _unpickled(spec) if spec.pickled else _in_file(Path(spec.path), spec.name)
     if inspect.isclass(made):
         adapter = adapter_of(made)
         if adapter is not None:
@@ -49,6 +49,15 @@ def load(spec: EnvironmentSpec) -> tuple[Factory, Info]:
         box = ToolBox(tools)
         return lambda: ToolEnvironment(box), Info("tools", tuple(box.schemas))
     raise UserError(f"--environment {spec.title}: {made!r} is no environment. Give {EXPECTED}")
+
+
+def _unpickled(spec: EnvironmentSpec) -> Any:
+    with CaptureException() as captured:
+        return pickle.loads(spec.pickled)
+    raise UserError(
+        f"--environment {spec.title} cannot be loaded in a worker process: "
+        f"{first_line(captured.cause or ValueError())}. What the program itself defines behind a decorator, "
+        "such as functools.cache, is not found there: write it in a file that the program imports")
 
 
 def _in_file(path: Path, name: str) -> Any:

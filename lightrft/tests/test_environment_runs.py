@@ -139,7 +139,7 @@ def test_a_program_gives_tools_or_an_environment(home):
     rows = [{"prompt": [{"role": "user", "content": "3+4?"}], "reference": call}] * 2
     options = {**MODEL, "prompt_max_len": 400, "generate_max_len": 100, "rollout_batch_size": 2,
                "n_samples_per_prompt": 2, "train_batch_size": 4, "reward_probe": False}  # yapf: disable
-    shown = str(GRPO(home / "model", "exact", rows, tools=[desk.add], **options).plan())
+    shown = str(GRPO(home / "model", "exact", rows, tools=desk.add, **options).plan())
     assert "environment: tools of this program (tools), tools: add\n" in shown
     assert f"a turn {call!r} is answered with '7'" in shown
     run = GRPO(home / "model", train_dataset=rows, environment=environments.Uneven, **options)

@@ -186,6 +186,8 @@ def test_a_class_that_helps_is_no_environment(tmp_path):
         file.write_text(text)
         with pytest.raises(UserError, match=words):
             load(EnvironmentSpec(str(file), name))
+    with pytest.raises(UserError, match="environment tools cannot be loaded .*'gone'.* behind a decorator"):
+        load(EnvironmentSpec(name="tools", pickled=b"cbuiltins\ngone\n."))
 
 
 def test_what_is_no_environment_is_told_at_the_start(tmp_path):
