@@ -260,7 +260,9 @@ class FastExperienceMaker:
         for rank, episodes in enumerate(outgoing):
             if rank != self.strategy.rank and isinstance(self.environment, Player):
                 self.environment.leave(episodes)
-        return [*chain.from_iterable(self.strategy.exchange(outgoing))]
+        received = [*chain.from_iterable(self.strategy.exchange(outgoing))]
+        self.keep_shown(received)
+        return received
 
     def advance(self, mine: list[Episode], quota: int, due: set[int]) -> tuple[list[Episode], Wait]:
         """Generate until ``quota`` of this rank's groups are finished, and all with a number in ``due``; a collective.
@@ -350,7 +352,7 @@ class FastExperienceMaker:
         return Rollout(shards, plan, episodes, metrics)
 
     def keep_shown(self, episodes: Iterable[Episode]) -> None:
-        """Make the pictures of environments in episodes from a checkpoint known."""
+        """Make the pictures of environments in episodes from a checkpoint, or from another rank, known."""
         for play in (episode.play for episode in episodes):
             if play is not None and self.media is not None:
                 play.shown = [*map(self.media.show, play.shown)]

@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightrft.config.cli import parse_config
 from lightrft.config.generate_schema import GenerateConfig
 from lightrft.config.schema import RewardConfig
+from lightrft.datasets.known_media import KnownMedia
 from lightrft.environments.base import EnvironmentSpec
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.play import Player
@@ -203,15 +205,20 @@ def test_turns_of_a_response_from_a_checkpoint_are_played_again(player, left_her
 
 
 def test_a_response_that_goes_on_at_another_rank_has_no_session_here(player):
+    """Its pictures are known there."""
     stays, moves = (Episode.group(chat_prompt(player), number, [5], role="moved") for number in range(2))
     played(player, [*stays, *moves])
+    moves[0].play.shown = [Shown("image:moved", environments.PIXEL)]
 
     def exchange(strategy):
         first = strategy.rank == 0
-        maker = SimpleNamespace(strategy=strategy, environment=player if first else None)
-        return FastExperienceMaker.exchange(maker, [stays, moves] if first else [[], []])
+        maker = SimpleNamespace(strategy=strategy, environment=player if first else None, media=KnownMedia())
+        maker.keep_shown = partial(FastExperienceMaker.keep_shown, maker)
+        received = FastExperienceMaker.exchange(maker, [stays, moves] if first else [[], []])
+        assert first or maker.media["image:moved"].kind == "image"
+        return [each.key for each in received]
 
-    assert World(2).run(exchange) == [stays, moves]
+    assert World(2).run(exchange) == [[stays[0].key], [moves[0].key]]
     assert stays[0].key in player._sessions and moves[0].key not in player._sessions
 
 
