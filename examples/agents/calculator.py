@@ -1,19 +1,21 @@
-"""A calculator with two tools. Demonstrations call them in the right form, and choose the wrong one more often.
+"""A calculator with two tools. Demonstrations call them in the right form, and guess more often than they call.
 
 ``34+28`` -> ``<tool_call>{"name": "add", "arguments": {"a": 34, "b": 28}}</tool_call>``; the tool answers ``62``, and
-the model repeats it. Supervised training teaches the form and a bad habit; reinforcement learning on the answer alone
-mends the habit. No torch in this file, which worker processes import.
+the model repeats it. Supervised training teaches the form and bad habits: to guess, and to call the wrong tool;
+reinforcement learning on the answer alone mends them. No torch in this file, which worker processes import.
 """
 import hashlib
 import random
 from collections.abc import Iterator
 from typing import Any
 
-WORDS = ["add", "multiply"]
-RIGHT, GUESS = 0.25, 0.25  # shares of demonstrations: the right tool; a guess without a tool; else the wrong tool
+MAYBE = "maybe "  # begins a guess, which repeats the first number
+WORDS = ["add", "multiply", MAYBE]
+RIGHT, GUESS = 0.27, 0.55  # shares of demonstrations: the right tool; a guess without a tool; else the wrong tool
 HELD_OUT = 10  # one problem in this many is held out
-DEMONSTRATIONS = 250 * 32
-OPTIONS = {"reward": [f"{__file__}:right"], "prompt_max_len": 32, "generate_max_len": 48, "max_turns": 2}
+DEMONSTRATIONS = 600 * 32
+OPTIONS = {"reward": [f"{__file__}:right"], "prompt_max_len": 32, "generate_max_len": 48, "max_turns": 2,
+           "actor_learning_rate": 3e-4}  # yapf: disable
 
 
 def add(a: int, b: int) -> int:
@@ -81,7 +83,7 @@ def demonstration(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
     first, sign, second = problem
     draw = rng.random()
     if draw < GUESS:
-        return [asked(problem), {"role": "assistant", "content": str(rng.randint(20, 9801))}]
+        return [asked(problem), {"role": "assistant", "content": f"{MAYBE}{first}"}]
     tool = SIGNS[sign if draw < GUESS + RIGHT else "*" if sign == "+" else "+"]
     call = {"type": "function", "function": {"name": tool.__name__, "arguments": {"a": first, "b": second}}}
     result = str(tool(first, second))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / "examples" / "agents"
 pytestmark = pytest.mark.skipif(not AGENTS.exists(), reason="installed without its repository")
 TINY = "--max_steps 2 --rollout_batch_size 2 --train_batch_size 16 --eval_steps 0 --no_eval_at_start --save_steps -1"
-GAINS = {"calculator": 0.6, "search": 0.3, "guess": 0.7, "spelling": 0.4}  # in held-out reward, at least
+GAINS = {"calculator": 0.8, "search": 0.3, "guess": 0.7, "spelling": 0.4}  # in held-out reward, at least
 
 
 @pytest.fixture(name="agents")
@@ -109,13 +109,14 @@ def test_the_curves_of_the_docs_are_those_of_the_record():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_calculator_learns_which_tool_to_call(tmp_path):
-    """With the command of the docs, greedy answers are all wrong after the demonstrations, and many are right after
-    twelve steps of GRPO."""
+    """With the command of the docs, greedy answers are all wrong after the demonstrations (fewer here), and many
+    are right after eight steps of GRPO."""
     pytest.importorskip("renderers", reason="needs Python 3.11")
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     _, script, name = next(line for line in page.splitlines() if line.startswith("bash examples/agents")).split()
-    words = "--max_steps 12 --eval_steps 12 --max_eval_samples 60 --print_samples 0 --save_steps -1".split()
-    launch("bash", ROOT / script, name, *words, cwd=tmp_path, timeout=500, OUT=str(tmp_path), NPROC="1")
+    words = "--max_steps 8 --eval_steps 8 --max_eval_samples 60 --print_samples 0 --save_steps -1".split()
+    launch("bash", ROOT / script, name, *words, cwd=tmp_path, timeout=500, OUT=str(tmp_path), NPROC="1",
+           PREPARE_ARGS="--sft_rows 11200")
     first, *_, last = lines(tmp_path / "metrics.jsonl")
     assert first["eval/all/pass@1"] <= 0.1 and last["eval/all/pass@1"] >= 0.3, (first, last)
     assert last["env/turns/mean"] > 1.5 and last["env/exception"] == 0
