@@ -36,10 +36,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 @pytest.mark.dist
 @pytest.mark.timeout(1800)
 def test_in_the_environment_of_sglang(warmed_up):
-    """All files in one process, which imports SGLang once; its forks on two ranks, of another server, come last."""
+    """All files in one process; it and the processes of two ranks, which come last, are forks of one that has imported
+    SGLang."""
     files = [f"{FOLDER}/sglang_{name}.py" for name in ("engine", "experts", "vision", "processes")]
-    code, said = in_its_environment(PYTHON, "-m", "pytest", "-q", "--tb=short", *files, limit_s=1700,
-                                    WARMED_UP=str(warmed_up))
+    code, said = in_its_environment(PYTHON, "-m", "lightrft.tests.support.sglang_suite", "-q", "--tb=short", *files,
+                                    limit_s=1700, WARMED_UP=str(warmed_up))
     assert code == 0 and int(re.search(r"(\d+) passed", said)[1]) > 60, said[-8000:]
     assert not re.search(r"\d skipped", said), said[-8000:]
 

@@ -9,7 +9,7 @@ from lightrft.rollout.sglang import scheduler_patches
 from lightrft.tests.support.sglang_rig import forking, import_models
 
 _OF_RANK: list[Any] = []  # the process groups of the trainer: without the threads that they had, they cannot be closed
-_run_scheduler = scheduler_patches.run_scheduler
+_run_scheduler, _set_start_method = scheduler_patches.run_scheduler, multiprocessing.set_start_method
 
 
 def _forget_groups() -> None:
@@ -28,6 +28,12 @@ def run_alone(*args: Any) -> None:
     """A scheduler in a process that was forked from a rank."""
     _forget_groups()
     _run_scheduler(*args)
+
+
+def undo() -> None:
+    """Let schedulers of this fork start as users' do."""
+    multiprocessing.set_start_method = _set_start_method
+    scheduler_patches.run_scheduler = _run_scheduler
 
 
 import_models()

@@ -17,11 +17,11 @@ from lightrft.rollout.sglang import launch
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.engine_faults import ended, launched, left
 from lightrft.tests.support.engine_rig import SIZES
-from lightrft.tests.support.launch import ROOT, preload, torchrun
+from lightrft.tests.support.launch import ROOT, torchrun
 from lightrft.tests.support.sglang_experts import MOE
+from lightrft.tests.support.sglang_suite import ENVIRON
 from lightrft.tests.support.warm import warm_environ, warm_python
 
-SGLANG = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "lightrft.tests.support.sglang_forked"]
 CASES = {  # test_vllm_ranks has more, of what is the same code
     "raise@1:9 2": ([1, 1], ": RuntimeError: SGLang's model is broken"),
     "die@1:2 1": ([1, -9], "rank 1 died without a message (killed, crashed, or out of memory)"),
@@ -30,13 +30,11 @@ CASES = {  # test_vllm_ranks has more, of what is the same code
 
 @pytest.fixture(name="server", scope="module", autouse=True)
 def fixture_server():
-    """Lets the processes of this module be forked from one that has imported SGLang."""
-    preload(*SGLANG)
+    """Lets the processes of this module be forked from the server that has imported SGLang, in its environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")  # as sglang_start does; the server imports SGLang before it
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        for name, value in ENVIRON.items():
+            patch.setenv(name, value)
         yield
-    preload()
 
 
 @pytest.fixture(name="broken", scope="module")
