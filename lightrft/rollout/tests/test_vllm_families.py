@@ -1,6 +1,7 @@
 """Every family on its way into vLLM, the real one on a CPU: right weights pass the proof, wrong ones do not."""
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +159,31 @@ def test_weights_of_layers_with_state_arrive(name, tmp_path):
     assert len(names) == count
     for name in names:
         names_a_fault(rig, "rows", name)
+    rig.vllm.shutdown()
+
+
+@pytest.mark.whole
+def test_a_model_that_sees_and_has_layers_with_state(tmp_path, monkeypatch):
+    """Qwen3.5 as it is published: all weights arrive, those of the tower too, and pictures are seen."""
+    from lightrft.tests.support import vllm_media  # which imports this module
+
+    class Seeing(vllm_media.Rig):
+        kind = "bf16"
+
+    family = vllm_media.FAMILIES["qwen3_5"]
+    rope = family.config["text_config"]["rope_parameters"] | {"mrope_section": [8, 4, 4]}
+    wide = {"text_config": family.config["text_config"] | STATES | {"rope_parameters": rope},
+            "vision_config": family.config["vision_config"] | {"out_hidden_size": 128}}  # yapf: disable
+    monkeypatch.setitem(vllm_media.FAMILIES, "qwen3_5", replace(family, config=family.config | wide))
+    rig = Seeing(tmp_path, "qwen3_5")
+    for _ in range(2):
+        assert 1e-4 < rig.sync() < 0.05
+        mean, _ = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
+        seen, unseen = rig.picture_gap()
+        assert mean < BANDS["bf16"].mean and seen < 0.5 < unseen, (mean, seen, unseen)
+        rig.learn()
+    assert set(rig.vllm.weights.shapes) == set(rig.proof.fingerprints.trainer)
+    assert any(".visual." in name for name in rig.proof.fingerprints.trainer)
     rig.vllm.shutdown()
 
 
