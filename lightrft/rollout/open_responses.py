@@ -69,6 +69,11 @@ class OpenResponse:
         return self.prompt.length + self.prompt.shift + self.shift
 
     @property
+    def newest(self) -> int:
+        """Last token of prompt and response."""
+        return (self.episode.segments[-1] if self.episode.segments else self.prompt.prompt).token_ids[-1]
+
+    @property
     def room(self) -> int:
         """Number of tokens that may still be drawn."""
         return self.params.max_new_tokens - self.episode.response_len

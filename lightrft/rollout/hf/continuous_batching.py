@@ -6,8 +6,9 @@ more, live rows and prompts move to the front, so that matrix products cover onl
 per slot; nothing in the decode loop runs once per row.
 
 A response that waits for an answer is *parked*: it keeps its slot while no other response needs one, and then only what
-is appended runs through the model. A response without a slot has its tokens on the host, and its next slot is first
-filled with them. In both cases its state is then the same as if all its tokens had been generated in this slot.
+is appended runs through the model, in the pass of the next step. A response without a slot has its tokens on the host,
+and its next slot is first filled with them. In both cases its state is then the same as if all its tokens had been
+generated in this slot.
 """
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,21 +23,22 @@ from transformers import PreTrainedModel
 from lightrft.models.actor_modality import ActorModality
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.decode_graph import Shape, Shapes, StepGraphs
-from lightrft.rollout.hf.kv_cache import Extend, Prefill, sizes
+from lightrft.rollout.hf.kv_cache import Extend, Joined, sizes
 from lightrft.rollout.hf.module_calls import Forward
+from lightrft.rollout.hf.passes import groups, Passes, PREFILL_TOKENS
 from lightrft.rollout.hf.response_queue import ResponseQueue
 from lightrft.rollout.hf.slots import ALIVE, Slots
 from lightrft.rollout.hf.workspace import Workspace
 from lightrft.rollout.open_responses import OpenPrompt, OpenResponse
 from lightrft.rollout.sampling import penalised, sample, uniforms
-from lightrft.types import Experience, Key, MediaSpan
+from lightrft.types import Key
 from lightrft.utils.tensors import upload
 from lightrft.utils.watchdog import tick
 
-_PREFILL_TOKENS = 8192  # a prefill pass takes no further prompt from here on
 _SLACK = 8  # refill, compact or go on once a share of 1 / _SLACK of the rows is free or answered
 _PATIENCE = 8  # steps that an answered response waits for others, whose pass it shares
 StopOf = Callable[[SamplingParams], Tensor]
+Appended = tuple[dict[str, Any], Extend]  # inputs and view of a pass
 _TOKEN, _POSITION, _COLUMN = range(ALIVE)
 
 
@@ -53,11 +55,11 @@ class Generation:
     def __init__(self, model: PreTrainedModel, modality: ActorModality, decode_pass: Forward, space: Workspace,
                  params: SamplingParams, stop_of: StopOf, graphs: StepGraphs, queue: ResponseQueue,
                  version: int) -> None:  # yapf: disable
-        self.model, self.modality, self.decode_pass, self.graphs = model, modality, decode_pass, graphs
+        self.modality, self.decode_pass, self.graphs = modality, decode_pass, graphs
         self.space, self.queue, self.params, self.stop_of = space, queue, params, stop_of
         self.cache, self.device, self.decode, self.state = space.cache, space.cache.device, space.decode, space.state
         self.noise, self.seen, self.tokens, self.logprobs = space.noise, space.seen, space.tokens, space.logprobs
-        self.slots = Slots(space, version)
+        self.slots, self.passes = Slots(space, version), Passes(model, modality, space.cache)
         weights = sum(weight.nbytes for weight in model.parameters())
         self.shapes = Shapes(weights // self.cache.spec.bytes_per_token, self.cache.plan.prompts)
         self.reads = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # prompt slot and length of each row
@@ -72,23 +74,24 @@ class Generation:
         """Draw a token for answered and waiting samples if enough slots are free, else for every row; return what has
         ended."""
         slots, alive = self.slots, self.slots.alive
+        appended: Appended | None = None
         if self._goes_on():
-            return self._continue()
-        if waiting := self.queue.waiting:
+            appended = self._continue()
+        elif waiting := self.queue.waiting:
             free = self._free_slots(min(max(1, len(alive) // _SLACK), waiting))
             if len(free) and self.queue.answered:  # their prompts could leave for those of others
-                return self._continue()
-            if len(free) and (begun := self._fill(free)) is not None:
+                appended = self._continue()
+            elif len(free) and (begun := self._fill(free)) is not None:
                 return begun
         elif (dead := int((~alive[:slots.live]).sum())) and dead >= slots.live // _SLACK:
             slots.compact()
-        return self._step() if alive.any() else []
+        return self._step(appended) if alive.any() else []
 
     def _fill(self, free: np.ndarray) -> list[OpenResponse] | None:
         """Give the slots ``free`` to responses that wait for one; None if none can take one."""
         if resumed := self._resumable(len(free)):
             slots = free[:len(resumed)]
-            return self._draw(resumed, slots, self._restore(resumed, slots))
+            return self._draw(resumed, slots, self.passes.begun(resumed, slots))
         if self.queue.shared is not None:
             return self._admit_shared(self.queue.shared, free)
         return self._admit(free)
@@ -110,7 +113,7 @@ class Generation:
         prompts, responses, source = list[OpenPrompt](), list[OpenResponse](), list[int]()
         waiting, tokens = self.queue.prompts, 0
         room = self.slots.free_prompts(len(waiting), self.queue.shared)
-        while waiting and len(responses) < len(free) and tokens < _PREFILL_TOKENS and len(prompts) < len(room):
+        while waiting and len(responses) < len(free) and tokens < PREFILL_TOKENS and len(prompts) < len(room):
             prompts.append(prompt := waiting.popleft())
             source += [len(prompts) - 1] * len(prompt.responses)
             responses += prompt.responses
@@ -146,17 +149,7 @@ class Generation:
     def _prefill(self, prompts: list[OpenPrompt], slots: list[int]) -> Tensor:
         """Run each prompt once, into its prompt slot; return last-token logits [prompts, V]."""
         self.slots.seat(prompts, slots)
-        inputs = self._inputs([prompt.prompt.token_ids for prompt in prompts], [[prompt.span] for prompt in prompts])
-        view = Prefill(self.cache, inputs.pop("packing"), np.array(slots))
-        if any(prompt.prompt.media for prompt in prompts):
-            for prompt, end in zip(prompts, _ends(inputs, view)):
-                prompt.shift = end - prompt.length
-        return self._forward(inputs, view)
-
-    def _inputs(self, sequences: list[list[int]], spans: list[list[MediaSpan]]) -> dict[str, Any]:
-        """Pack sequences with media in ``spans`` (:attr:`Batch.spans`) for one forward pass."""
-        exp = Experience.pack(sequences, **Experience.with_spans(spans))
-        return self.modality.inputs(exp.to(self.device), self.model)
+        return self.passes.prompts(prompts, slots)
 
     def _start(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
         """Assign slots to responses and draw a token for each; ``logits`` [k, V] are those after their prompts."""
@@ -164,23 +157,7 @@ class Generation:
         new, begun = ([responses[i] for i in np.flatnonzero(chosen)] for chosen in (fresh, ~fresh))
         self.cache.fork([response.prompt.slot for response in new], slots[fresh])
         ended = self._draw(new, slots[fresh], logits[upload(np.flatnonzero(fresh), self.device)]) if new else []
-        return ended + (self._draw(begun, slots[~fresh], self._restore(begun, slots[~fresh])) if begun else [])
-
-    def _restore(self, responses: list[OpenResponse], slots: np.ndarray) -> Tensor:
-        """Run the tokens of begun responses, what follows their prompts into ``slots``; return last-token logits
-        [k, V]."""
-        lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
-        for group in _passes(lengths):
-            some = [responses[i] for i in group]
-            inputs = self._inputs([response.episode.token_ids for response in some],
-                                  [[response.prompt.span, *response.episode.media_spans] for response in some])
-            skip = np.array([response.prompt.length for response in some])
-            view = Prefill(self.cache, inputs.pop("packing"), slots[group], skip)
-            if any(response.episode.media_spans for response in some):
-                for response, end in zip(some, _ends(inputs, view)):
-                    response.shift = end - response.episode.num_tokens - response.prompt.shift
-            logits.append(self._forward(inputs, view))
-        return torch.cat(logits)
+        return ended + (self._draw(begun, slots[~fresh], self.passes.begun(begun, slots[~fresh])) if begun else [])
 
     # -- answers ------------------------------------------------------------------------------------------------------
     def _goes_on(self) -> bool:
@@ -190,43 +167,34 @@ class Generation:
         self.waited = self.waited + 1 if answered else 0
         return answered > 0 and (answered * _SLACK >= self.slots.alive.sum() or self.waited > _PATIENCE)
 
-    def _continue(self) -> list[OpenResponse]:
-        """Draw the next token of answered responses, which still have their slots."""
-        responses, self.queue.answered = sorted(self.queue.answered, key=lambda response: response.order), []
-        self.waited = 0
-        slots = np.array([response.slot for response in responses])
-        lengths, logits = np.array([response.episode.num_tokens for response in responses]), []
-        for group in _passes(lengths):
-            some, begins = [responses[i] for i in group], self.slots.count[slots[group]] - 1
-            again = self.modality.both_ways and any(map(OpenResponse.spans_from, some, begins.tolist()))
-            logits.append(self._restore(some, slots[group]) if again else self._extend(some, begins))  # which is causal
-        return self._draw(responses, slots, torch.cat(logits))
+    def _continue(self) -> Appended | None:
+        """Let answered responses draw in the next step, which runs the last token of each; return the pass over those
+        before it, which the step joins. Passes that it cannot join run here."""
+        for response in (answered := self.queue.answered):
+            if self._needs_logits(response):
+                self.slots.vacate(np.array([response.slot]))
+        self.queue.resuming += [response for response in answered if response.slot < 0]
+        responses = sorted((each for each in answered if each.slot >= 0), key=lambda response: response.order)
+        self.queue.answered, self.waited = [], 0
+        longer = [each for each in responses if each.episode.response_len > self.slots.count[each.slot]]
+        passes = [self._appended([longer[i] for i in group]) for group in groups(longer)]
+        joined = passes.pop() if passes and "input_ids" in passes[-1][0] else None  # others show media
+        for each in passes:
+            self.passes.run(*each)
+        if responses:
+            self._enter(responses, np.array([response.slot for response in responses]))
+        return joined
 
-    def _extend(self, responses: list[OpenResponse], begins: np.ndarray) -> Tensor:
-        """Run the last drawn token of responses, the token ``begins`` of each, and what is appended to it, into their
-        slots; return last-token logits [k, V]."""
-        slots, prompts = np.array([response.slot for response in responses]), [each.prompt for each in responses]
-        counts = _lengths(responses) - begins
-        lengths = np.array([prompt.length for prompt in prompts])
-        view = Extend(self.cache, np.array([prompt.slot for prompt in prompts]), lengths, slots, begins, counts)
-        return self._forward(self._appended(responses, begins, counts, view), view)
+    def _appended(self, responses: list[OpenResponse]) -> Appended:
+        begins = self.slots.count[[response.slot for response in responses]] - 1
+        return self.passes.appended(responses, begins)
 
-    def _appended(self, responses: list[OpenResponse], begins: np.ndarray, counts: np.ndarray,
-                  view: Extend) -> dict[str, Any]:
-        """Return the inputs of the tokens from ``begins`` on, ``counts`` of each response, in one row."""
-        sequences = [response.episode.response_ids[begin:] for response, begin in zip(responses, begins)]
-        spans = [response.spans_from(begin) for response, begin in zip(responses, begins.tolist())]
-        starts = begins + [response.after for response in responses]
-        at = upload(np.repeat(starts, counts), self.device)
-        if not any(spans):
-            ids = upload([token for sequence in sequences for token in sequence], self.device)[None]
-            at = at + upload(np.concatenate([np.arange(count) for count in counts]), self.device)
-            return {"input_ids": ids, "position_ids": at[None], "attention_mask": None, "use_cache": False}
-        inputs = self._inputs(sequences, [[MediaSpan(0, 0, ()), *some] for some in spans])
-        del inputs["packing"]
-        for response, end, count in zip(responses, _ends(inputs, view), counts.tolist()):
-            response.shift += end - count
-        return inputs | {"position_ids": inputs["position_ids"] + at}
+    def _needs_logits(self, response: OpenResponse) -> bool:
+        """Return True for an answer with media in which tokens see later ones, or that end it: no step runs such a
+        token."""
+        count = int(self.slots.count[response.slot])
+        spans = response.spans_from(count)
+        return bool(spans) and (self.modality.both_ways or spans[-1].stop == response.episode.response_len - count)
 
     # -- drawing ------------------------------------------------------------------------------------------------------
     def _draw(self, responses: list[OpenResponse], slots: np.ndarray, logits: Tensor) -> list[OpenResponse]:
@@ -237,21 +205,24 @@ class Generation:
             drawn = [self._draw([responses[i] for i in rows], slots[rows], logits[upload(rows, self.device)])
                      for _, rows in variants]  # yapf: disable
             return [*chain.from_iterable(drawn)]
-        begun, starts = _lengths(responses), [response.after for response in responses]
-        index, column, start = upload(np.stack([slots, begun, starts]), self.device)
-        state = torch.zeros_like(self.state[:, :len(slots)])
-        state[_POSITION], state[_COLUMN], state[ALIVE] = start + column - 1, column - 1, 1
+        index = self._enter(responses, slots)
         if self.noise is not None:
             seeds = [response.episode.seed for response in responses]
             self.noise[index] = upload(uniforms(seeds, self.noise.shape[1]), self.device)
-        self.slots.occupy(responses, slots, begun + 1)
-        seen = self._seen_by(responses)
-        noise = None if self.noise is None else self.noise[index, column]
-        done = self._record(state, index, logits, noise, seen, variants[0][0])
-        self.state[:, index] = state
-        if self.seen is not None and seen is not None:
-            self.seen[index] = seen
+        done = self._record_some(index, logits, variants[0][0])
+        self.slots.count[slots] += 1
         return self._end(slots[done.cpu().numpy()])
+
+    def _enter(self, responses: list[OpenResponse], slots: np.ndarray) -> Tensor:
+        """Let ``slots`` draw the next token of responses, from now on; return them on the device."""
+        counts, starts = _lengths(responses), [response.after for response in responses]
+        newest = [response.newest for response in responses]
+        index, *state = upload(np.stack([slots, newest, starts + counts - 1, counts - 1, counts >= 0]), self.device)
+        self.state[:, index] = torch.stack(state)
+        if (seen := self._seen_by(responses)) is not None and self.seen is not None:
+            self.seen[index] = seen
+        self.slots.occupy(responses, slots, counts)
+        return index
 
     def _seen_by(self, responses: list[OpenResponse]) -> Tensor | None:
         """Return the tokens [k, V] of the prompts and responses."""
@@ -262,10 +233,7 @@ class Generation:
             row[response.episode.token_ids] = True
         return upload(seen, self.device)
 
-    def _forward(self, inputs: dict[str, Any], view: Prefill | Extend) -> Tensor:
-        return self.modality.logits(self.model, view.last, kv_cache=view, **inputs)
-
-    def _step(self) -> list[OpenResponse]:
+    def _step(self, appended: Appended | None) -> list[OpenResponse]:
         """Draw the next token of every row."""
         tick()
         slots, moved = self.slots, self.slots.moved
@@ -277,30 +245,35 @@ class Generation:
         if moved or arranged != self.arranged:
             self.decode.arrange(*self.reads, *arranged)
             self.arranged = arranged
-        compute = partial(self._compute, rows := shape.rows, shape.width)
-        done = self.graphs.run(shape, compute) if usual else compute()
+        compute = partial(self._compute, rows := shape.rows, shape.width, appended)
+        done = self.graphs.run(shape, compute) if usual and appended is None else compute()
         slots.count[:rows] += slots.alive[:rows]
         finished = np.flatnonzero(done.cpu().numpy())  # the one sync of a step
         return self._end(finished) if len(finished) else []
 
-    def _compute(self, live: int, width: int) -> Tensor:
+    def _compute(self, live: int, width: int, appended: Appended | None) -> Tensor:
         """Run the device's part of a step: rows below ``live``, responses below ``width``; return which ended."""
         state = self.state[:, :live]
         self.decode.advance(state[_COLUMN], width, state[ALIVE])
-        logits = self.decode_pass(state[_TOKEN, None], state[_POSITION, None], self.decode)
-        noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
-        seen = None if self.seen is None else self.seen[:live]
+        logits = self._logits(state[_TOKEN, None], state[_POSITION, None], appended)
         if len(self.variants) == 1:
+            noise = None if self.noise is None else self.noise[:live].gather(1, state[_COLUMN, :, None] + 1)[:, 0]
+            seen = None if self.seen is None else self.seen[:live]
             return self._record(state, self.space.rows[:live], logits, noise, seen, self.variants[0][0])
         done = torch.zeros(live, dtype=torch.bool, device=state.device)
         for params, rows in self.variants:
             index = upload(rows, self.device)
-            some, noise_of, seen_of = state[:, index], *(None if x is None else x[index] for x in (noise, seen))
-            done[index] = self._record(some, index, logits[index], noise_of, seen_of, params)
-            state[:, index] = some
-            if seen is not None and seen_of is not None:
-                seen[index] = seen_of
+            done[index] = self._record_some(index, logits[index], params)
         return done
+
+    def _logits(self, token_ids: Tensor, positions: Tensor, appended: Appended | None) -> Tensor:
+        """Run the newest tokens [1, live] of all rows, and what is appended to some; return logits of the former."""
+        if appended is None:
+            return self.decode_pass(token_ids, positions, self.decode)
+        inputs, view = appended
+        both = {"input_ids": torch.cat([token_ids, inputs["input_ids"]], 1),
+                "position_ids": torch.cat([positions, inputs["position_ids"]], 1)}  # yapf: disable
+        return self.passes.run(inputs | both, Joined(self.decode, view))
 
     def _shape(self, width: int, usual: bool) -> Shape:
         """Return the shape of a step whose longest response has ``width`` tokens, for graphs rounded up."""
@@ -321,6 +294,16 @@ class Generation:
         self.variants = [(params, drawing[rows])
                          for params, rows in _by_params([response.params for response in responses])]
         self.slots.moved = False
+
+    def _record_some(self, index: Tensor, logits: Tensor, params: SamplingParams) -> Tensor:
+        """Draw and store a token for each of the slots ``index`` [k], as :meth:`_record` does."""
+        state, seen = self.state[:, index], None if self.seen is None else self.seen[index]
+        noise = None if self.noise is None else self.noise[index, state[_COLUMN] + 1]
+        done = self._record(state, index, logits, noise, seen, params)
+        self.state[:, index] = state
+        if self.seen is not None and seen is not None:
+            self.seen[index] = seen
+        return done
 
     def _record(self, state: Tensor, rows: Tensor, logits: Tensor, noise: Tensor | None, seen: Tensor | None,
                 params: SamplingParams) -> Tensor:
@@ -378,18 +361,6 @@ class Generation:
 def _lengths(responses: Iterable[OpenResponse]) -> np.ndarray:
     """Numbers of tokens of responses, without their prompts."""
     return np.array([response.episode.response_len for response in responses])
-
-
-def _ends(inputs: dict[str, Any], view: Prefill | Extend) -> list[int]:
-    """Return the position after each sequence of a row."""
-    rows = inputs["position_ids"].flatten(0, -2)[-3:]  # of four rows the first is the index
-    return (rows[:, view.last].amax(0) + 1).tolist()
-
-
-def _passes(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of the sequences of each prefill pass."""
-    passes = (lengths.cumsum() - lengths) // _PREFILL_TOKENS
-    return [np.flatnonzero(passes == number) for number in np.unique(passes)]
 
 
 def _by_params(params: Sequence[SamplingParams]) -> list[tuple[SamplingParams, np.ndarray]]:

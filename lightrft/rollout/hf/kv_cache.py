@@ -3,7 +3,8 @@
 A prompt is stored and read once for all its samples; each sample's own row holds its response only.
 
 The "packed" attention of :mod:`lightrft.models.attention` calls ``attend`` of the view that the engine passes as the
-``kv_cache`` keyword of the model: :class:`Prefill` for whole sequences, :class:`Decode` for one token per live row.
+``kv_cache`` keyword of the model: :class:`Prefill` for whole sequences, :class:`Decode` for one token per live row,
+:class:`Extend` for what is appended to rows, and :class:`Joined` for both in one pass.
 Layers with state call ``mix`` of the same view (:mod:`lightrft.rollout.hf.states`).
 """
 from collections.abc import Callable, Sequence
@@ -331,3 +332,28 @@ class Extend:
         """Run a layer with state over what is appended to each row."""
         at_once = self.cache.spec.continues
         return self.cache.rows.states.over(layer_idx, hidden, layer, self.runs, begun=True, at_once=at_once)
+
+
+class Joined:
+    """Attention of a step of ``decode``, and behind its tokens those of ``extend``, which rows of this step read."""
+
+    def __init__(self, decode: Decode, extend: Extend) -> None:
+        self.decode, self.extend = decode, extend
+        self.last = torch.arange(decode.live, device=decode.cache.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+               softcap: float | None = None) -> Tensor:
+        """Attend with what is appended, then with the new token of each row."""
+        (q, q_before), (k, k_before), (v, v_before) = (self._parts(x, 2) for x in (query, key, value))
+        attended = self.extend.attend(layer, q_before, k_before, v_before, scaling, window, softcap)
+        return torch.cat([self.decode.attend(layer, q, k, v, scaling, window, softcap), attended], 1)
+
+    def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
+        """Run a layer with state over what is appended, then over the new token of each row."""
+        newest, before = self._parts(hidden, 1)
+        outs = self.extend.mix(layer_idx, before, layer)
+        return [torch.cat(pair, 1) for pair in zip(self.decode.mix(layer_idx, newest, layer), outs)]
+
+    def _parts(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Split tokens into the new ones of rows and those before them."""
+        return x.narrow(dim, 0, self.decode.live), x.narrow(dim, self.decode.live, x.shape[dim] - self.decode.live)

@@ -199,16 +199,16 @@ def test_results_do_not_depend_on_order_or_company():
 
 
 def test_each_prompt_is_prefilled_once(monkeypatch):
-    from lightrft.rollout.hf import continuous_batching as continuous
+    from lightrft.rollout.hf import passes
     seen = []
 
-    class Counting(continuous.Prefill):
+    class Counting(passes.Prefill):
 
         def __init__(self, cache, layout, prompt_slots):
             seen.extend(layout.lens)
             super().__init__(cache, layout, prompt_slots)
 
-    monkeypatch.setattr(continuous, "Prefill", Counting)
+    monkeypatch.setattr(passes, "Prefill", Counting)
     generate(engine(kv_bytes=2 * 2 * 2 * 8 * 4 * (23 + NEW) * 2), requests(), SamplingParams(NEW, stop_token_ids=STOPS))
     assert sorted(seen) == sorted(map(len, prompts())), "a prompt was computed more than once"
 

@@ -63,7 +63,7 @@ def test_cuts_of_every_sample_elsewhere(family, kv_bytes):
 
 
 def test_long_prefixes_take_several_passes(monkeypatch):
-    monkeypatch.setattr("lightrft.rollout.hf.continuous_batching._PREFILL_TOKENS", 40)
+    monkeypatch.setattr("lightrft.rollout.hf.passes.PREFILL_TOKENS", 40)
     whole = generate(engine(), requests(), sampling(stop_token_ids=()))
     check(requests(), whole, lambda i, j: 12, stop_token_ids=())
 

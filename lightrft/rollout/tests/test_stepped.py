@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightrft.rollout.hf.continuous_batching import _PATIENCE, Generation
+from lightrft.rollout.hf.continuous_batching import _PATIENCE
+from lightrft.rollout.hf.kv_cache import Joined
+from lightrft.rollout.hf.passes import Passes
 from lightrft.rollout.tests.test_hf_engine import engine, requests
 from lightrft.rollout.tests.test_partial import TINY
 from lightrft.tests.support.episodes import Group, Response, generate, keyed
@@ -34,11 +36,14 @@ def collect(stepped, rounds=None):
 
 
 def passes(monkeypatch):
-    """Numbers of tokens of prefill passes, as they run."""
-    seen, forward = [], Generation._forward
-    monkeypatch.setattr(
-        Generation, "_forward", lambda self, inputs, view:
-        (seen.append(inputs["input_ids"].numel()), forward(self, inputs, view))[1])
+    """Numbers of tokens of passes besides the newest of each row, as they run."""
+    seen, run = [], Passes.run
+
+    def noted(self, inputs, view):
+        seen.append(inputs["input_ids"].numel() - (len(view.last) if isinstance(view, Joined) else 0))
+        return run(self, inputs, view)
+
+    monkeypatch.setattr(Passes, "run", noted)
     return seen
 
 
@@ -49,7 +54,7 @@ def test_a_kept_row_prefills_only_what_is_appended(family, monkeypatch):
     groups = generate(engine(family), asked, PARAMS, next_turn=Toy(asked))
     answers = [stop - start for group in groups for done in group for start, stop in done.given]
     assert len(answers) > 9 and sum(seen) == sum(len(request.token_ids) for request in asked) + sum(
-        1 + answer for answer in answers), "an answer, and the stop token before it"
+        answers), "the stop token before an answer, and the answer but for its last token, which a step runs"
     for request, group in zip(asked, groups):
         for j, done in enumerate(group):
             same(done, by_hand(engine(family), request, j, PARAMS, Toy(asked)))
@@ -72,12 +77,12 @@ def test_answered_responses_share_a_pass(monkeypatch):
     until(lambda: parked)
     first, prefilled = next(iter(parked)), len(seen)
     stepped.resume(first, ANSWER)
-    assert until(lambda: len(seen) > prefilled) == _PATIENCE + 1 and seen[prefilled:] == [1 + len(ANSWER.token_ids)]
+    assert until(lambda: len(seen) > prefilled) == _PATIENCE + 1 and seen[prefilled:] == [len(ANSWER.token_ids)]
     until(lambda: len(parked) > 1)
     for key in (answered := [*parked]):
         stepped.resume(key, ANSWER)
     assert until(lambda: len(seen) > prefilled + 1) <= _PATIENCE + 1
-    assert seen[prefilled + 1:] == [len(answered) * (1 + len(ANSWER.token_ids))] and not stepped._queue.answered
+    assert seen[prefilled + 1:] == [len(answered) * len(ANSWER.token_ids)] and not stepped._queue.answered
 
 
 def test_answered_responses_go_on_before_others_take_free_slots(monkeypatch):
@@ -90,7 +95,7 @@ def test_answered_responses_go_on_before_others_take_free_slots(monkeypatch):
     assert stepped._queue.waiting, "nobody waits for a slot"
     stepped.resume(next(iter(stepped._queue.parked)), ANSWER)
     stepped.step()
-    assert seen[-1] == 1 + len(ANSWER.token_ids) and not stepped._queue.answered
+    assert seen[-1] == len(ANSWER.token_ids) and not stepped._queue.answered
 
 
 def test_slots_that_all_wait_are_no_deadlock(monkeypatch):
