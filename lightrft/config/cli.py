@@ -123,6 +123,8 @@ def _of_verl(word: str, tree: type) -> str | None:
 def _unknown_words(words: list[str], known: list[str], tree: type) -> list[str]:
     """One sentence per unknown flag: the remedy for a flag of the original LightRFT, or the nearest known flag."""
     flags = [word.split("=", 1)[0] for word in words if word.startswith("--")]
+    if not flags and (explained := [text for word in words if (text := _of_one_hyphen(word, known))]):
+        return explained
     if not flags:
         theirs = [_of_verl(word, tree) for word in words]
         return [text or f"unexpected value {word!r}: options are given as --name value" +
@@ -130,6 +132,25 @@ def _unknown_words(words: list[str], known: list[str], tree: type) -> list[str]:
                 for word, text in zip(words, theirs)]  # yapf: disable
     names = [flag.removeprefix("--") for flag in flags]
     return [refusal(name, known) or f"unknown flag --{name}{nearest(name, known, '--')}" for name in names]
+
+
+def _of_one_hyphen(word: str, known: list[str]) -> str | None:
+    """Explain a flag that begins with one hyphen; None for another word."""
+    name = re.match(r"-([A-Za-z]\w*)", word)
+    if name is None:
+        return None
+    meant = f" (did you mean --{name[1]}?)" if name[1] in known else nearest(name[1], known, "--")
+    return f"unknown flag -{name[1]}{meant}; an option begins with two hyphens"
+
+
+def _with_hyphens(word: str, known: list[str], problems: list[str]) -> str:
+    """Return ``word``; where it is an option behind a dash of typeset texts, with hyphens, and ``problems`` gets that.
+    """
+    dash = re.match(r"-?[\u2010-\u2015\u2212]+(?=(\w+)(=|$))", word)
+    if dash is None or dash[1] not in known:
+        return word
+    problems.append(f"{dash[0]}{dash[1]}: begins with a dash of typeset text; write --{dash[1]}, with two hyphens")
+    return f"--{word[dash.end():]}"
 
 
 def _without(words: list[str], error: ConfigError) -> list[str]:
@@ -175,8 +196,9 @@ def _parse(parser: _Parser, argv: Sequence[str] | None, tree: type, defaults: di
     dotted = [(word, _of_verl(word, tree)) for word in argv or () if re.match(r"\+*\w+(\.\w+)+=", word)]
     theirs = {word: answer for word, answer in dotted if answer}
     problems = [answer for _, answer in dotted if answer]  # behind a flag of several words they would be its values
+    words = [_with_hyphens(word, known, problems) for word in argv or () if word not in theirs]
     with one_line_per_fact() as granted:
-        flags, rest = parser.read([word for word in argv or () if word not in theirs], problems)
+        flags, rest = parser.read(words, problems)
         problems += [*_unknown_words(rest, known, tree), *grant_without(flags)]
     layers = [layer for path in flags.pop("config") for layer in _file_layers(path, tree, problems)]
     dry_run, _, plan_gpus = flags.pop("dry_run"), flags.pop("plugin"), flags.pop("plan_gpus")

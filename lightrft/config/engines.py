@@ -152,7 +152,7 @@ class EngineConfig:
                                     "enforce_eager=true", read_by=("vllm", "sglang"))
     environment: str | None = option(
         None, "tools, game or user that answers the turns of the model: a python file 'path.py[:name]' with a class or "
-        "a list of functions, or a registered name; it runs in worker processes (docs/environments.md)")
+        "a list of functions, or a registered name; it runs in worker processes (docs/environments.md)", path="program")
     max_turns: int = option(8, "limit on the turns of the model in one response", within=COUNT,
                             needs="environment FILE.py")
     env_images: int = option(

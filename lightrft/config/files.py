@@ -11,7 +11,7 @@ from lightrft.config.plugins import listed
 from lightrft.config.shared_schema import grants
 from lightrft.config.tree import group_options, groups, options
 from lightrft.config.verl_words import leaves, refusal_of_verl, ROOTS
-from lightrft.utils.errors import did_you_mean
+from lightrft.utils.errors import did_you_mean, meant_path
 
 _OUTSIDE = {
     "plugin": "from Python give plugins=['my_file.py']",
@@ -46,7 +46,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
+        raise ConfigError(f"--config {path}: no such file{meant_path(path)}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from None
     if loaded is None:

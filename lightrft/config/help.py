@@ -45,9 +45,11 @@ class HelpAction(argparse.Action):
         if what in known and what not in groups(self.tree):
             text = _details(known[what], self.defaults.get(what, known[what].default))
         elif shown := _selected(what, self.tree):
-            text = self._page(parser, shown, "" if what else _further(self.tree, len(known) - len(shown)))
+            theirs = None if what in ("", "all", *groups(self.tree)) else refusal(what, known)
+            epilog = "" if what else _further(self.tree, len(known) - len(shown))
+            text = f"{theirs}\n\n" * bool(theirs) + self._page(parser, shown, epilog)
         else:
-            parser.error(_unknown(str(values), self.tree))
+            parser.exit(2, f"{parser.prog}: error: {_unknown(str(values), self.tree)}\n")
         sys.stdout.write(text)
         parser.exit()
 
@@ -69,10 +71,9 @@ def _selected(what: str, tree: type) -> set[str]:
         return {name for name, option in known.items() if what or option.common or not option.owner.startswith(PACKAGE)}
     if group := {name for name, option in known.items() if option.group == what}:
         return group
-    said = re.compile(rf"\b{re.escape(what.lower())}")
-    foreign = len(what) < SHORTEST or refusal(what, [*known])
-    return set() if foreign else {
-        name for name, option in known.items() if said.search(f"{name.replace('_', ' ')} {option.help}".lower())
+    said = re.compile(rf"\b{re.escape(what.lower().replace('_', ' '))}")
+    return set() if len(what) < SHORTEST else {
+        name for name, option in known.items() if said.search(f"{name} {option.help}".lower().replace("_", " "))
     }
 
 

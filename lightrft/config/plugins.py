@@ -9,7 +9,7 @@ from typing import Any
 
 from lightrft.config.options import ConfigError, split_commas
 from lightrft.config.tree import options
-from lightrft.utils.errors import CaptureException, did_you_mean, first_line, UserError
+from lightrft.utils.errors import CaptureException, first_line, meant_path, UserError
 
 Plugins = str | Path | Sequence[str | Path]
 
@@ -56,8 +56,7 @@ def _module(name: str) -> tuple[str, Path | None]:
     path = Path(name).expanduser().resolve()
     path = path if path.exists() else path.with_suffix(".py")  # as modules are written
     if not path.exists():
-        siblings = [file.name for file in path.parent.glob("*.py")]
-        raise ConfigError(f"--plugin {name}: no such file{did_you_mean(path.name, siblings)}")
+        raise ConfigError(f"--plugin {name}: no such file{meant_path(path)}")
     path = path.parent if path.name == "__init__.py" else path
     parts = [path.stem if path.is_file() else path.name]
     while (path.parents[len(parts) - 1] / "__init__.py").is_file():

@@ -50,6 +50,11 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     """
     folder = model_folder(path)
     if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not (folder / "config.json").is_file():
+            inside = sorted(other.parent for other in folder.glob("*/config.json"))
+            raise UserError(f"{path!r} holds no model: no config.json is there" +
+                            (f" (did you mean {inside[0]}?)" if inside else "") +
+                            "; give the folder of a Hugging Face model")
         raise UserError(
             f"{path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's tokenizer files there")
     has_config = folder is None or (folder / "config.json").is_file()

@@ -1,4 +1,5 @@
-"""Rules of the paths that options name: of models, data sets, evaluation sets and templates."""
+"""Rules of the paths that options name: of models, data sets, evaluation sets, programs and templates."""
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from lightrft.config.options import ConfigError
 from lightrft.datasets.pair_sources import parse_source
 from lightrft.datasets.suites import parse_suite
 from lightrft.rewards.spec import parse_models
-from lightrft.utils.errors import did_you_mean, UserError
+from lightrft.utils.errors import did_you_mean, meant_path, UserError
 from lightrft.utils.hub import looks_local
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
@@ -16,8 +17,9 @@ DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 def folder(name: str, paths: str | list[str] | None) -> Iterator[str]:
     """Yield the paths of models that can only be local folders and are none."""
     for path in [paths] if isinstance(paths, str) else paths or ():
-        if looks_local(path) and not Path(path).expanduser().is_dir():
-            yield f"--{name} {path}: no such folder"
+        local = Path(path).expanduser()
+        if looks_local(path) and not local.is_dir():
+            yield f"--{name} {path}: no such folder{meant_path(local)}"
 
 
 def sources(name: str, entries: list[str]) -> Iterator[str]:
@@ -38,7 +40,7 @@ def _beside(path: Path) -> str:
     """Name the file beside an absent one that was meant: of its stem in another form, else of the nearest name."""
     siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     forms = [name for name in siblings if name in (f"{path.stem}{suffix}" for suffix in DATA_SUFFIXES)]
-    return did_you_mean(path.name, forms, cutoff=0.0) or did_you_mean(path.name, siblings)
+    return did_you_mean(path.name, forms, cutoff=0.0) or meant_path(path)
 
 
 def suites(name: str, entries: list[str]) -> Iterator[str]:
@@ -59,8 +61,22 @@ def suites(name: str, entries: list[str]) -> Iterator[str]:
 def template(name: str, path: str | None) -> Iterator[str]:
     """Yield a problem of a template's path that can only be a file and is none, not of the text of one."""
     named = path and "{{" not in path and (looks_local(path) or path.endswith((".jinja", ".j2")))
-    if path and named and not Path(path).expanduser().is_file():
-        yield f"--{name} {path}: no such file"
+    if path and named:
+        yield from file(name, path, path)
+
+
+def program(name: str, entry: str | None) -> Iterator[str]:
+    """Yield the absent Python file of an entry ``path.py[:name][=weight]``; other entries are names."""
+    path = re.match(r"(.+\.py)(:\w+)?(=|$)", entry or "")
+    if entry and path:
+        yield from file(name, entry, path[1])
+
+
+def file(name: str, entry: str, path: str) -> Iterator[str]:
+    """Yield that ``path``, of ``entry``, is no file."""
+    local = Path(path).expanduser()
+    if not local.is_file():
+        yield f"--{name} {entry}: no such file{meant_path(local)}"
 
 
 def models(name: str, entries: list[str]) -> Iterator[str]:
@@ -72,6 +88,6 @@ def models(name: str, entries: list[str]) -> Iterator[str]:
 
 
 PATHS: dict[str, Callable[[str, Any], Iterator[str]]] = {
-    "model": folder, "models": models, "rows": sources, "suites": suites, "template": template
+    "model": folder, "models": models, "program": program, "rows": sources, "suites": suites, "template": template
 }
 """Kind of the paths of an option -> their rule, for the name of the option and its value."""

@@ -8,7 +8,7 @@ from lightrft.config.options import show
 from lightrft.config.schema import Config, RewardConfig
 from lightrft.config.serve_schema import ServeConfig
 from lightrft.preflight.cost import known_kinds
-from lightrft.preflight.paths import models
+from lightrft.preflight.paths import file, models, program
 from lightrft.rewards.spec import add_recipe, parse_models, RewardRecipe
 from lightrft.utils.errors import did_you_mean, UserError
 
@@ -85,9 +85,7 @@ def _part(part: str) -> Iterator[str]:
     name, _, weight = part.rpartition("=") if "=" in part else (part, "", "1")
     if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", weight):
         yield f"--reward {part}: the weight after = must be a number, e.g. {name}=1.0"
-    file = re.match(r"(.+\.py)(:\w+)?$", name)
-    if file and not Path(file[1]).expanduser().is_file():
-        yield f"--reward {part}: no such file: {file[1]}"
+    yield from program("reward", part)
 
 
 def _url(name: str, url: str) -> Iterator[str]:
@@ -134,5 +132,5 @@ def _judge_forms(r: RewardConfig) -> Iterator[str]:
     for entry in r.judge_args:
         if not re.match(r"\w+=", entry):
             yield f"--judge_args {entry}: expected name=value, e.g. max_tokens=4096"
-    if r.judge_template and not Path(r.judge_template).expanduser().is_file():
-        yield f"--judge_template {r.judge_template}: no such file"
+    if r.judge_template:
+        yield from file("judge_template", r.judge_template, r.judge_template)

@@ -156,7 +156,7 @@ def test_an_error_of_the_user_is_the_last_line_and_comes_once(tmp_path):
         "See --help for the options.\n")
     assert late.returncode == 2 and "Traceback" not in late.stderr, late.stderr
     last = late.stderr.strip().splitlines()[-1]
-    assert late.stderr.count("holds no tokenizer") == 1 and re.search("error: .*holds no tokenizer", last), late.stderr
+    assert late.stderr.count("holds no model") == 1 and re.search("error: .*holds no model", last), late.stderr
 
 
 def test_torchrun_ends_its_report_with_the_error_of_the_user():

@@ -82,6 +82,24 @@ def did_you_mean(name: Any, known: Iterable[str], prefix: str = "", cutoff: floa
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
+def meant_path(path: Path) -> str:
+    """Return `` (did you mean x?)`` for an absent path: each part that is absent is the nearest name in its folder. An
+    empty string if one has no near name."""
+    here = Path(path.anchor)
+    for part in path.parts[len(here.parts):]:
+        names = [part] if (here / part).exists() else get_close_matches(part, _names_in(here), n=1)
+        if not names:
+            return ""
+        here /= names[0]
+    return f" (did you mean {here.name if here.parent == path.parent else here}?)"
+
+
+def _names_in(folder: Path) -> list[str]:
+    with suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
 @contextmanager
 def disk_full_is_expected(folder: str) -> Iterator[None]:
     """Turn an ``OSError`` of a full disk into an :class:`ExpectedError` that names ``folder`` and the remedy."""

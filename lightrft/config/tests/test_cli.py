@@ -276,7 +276,7 @@ def test_the_help_of_a_word(word: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("what,said", [
-    ("rolout", "--help rolout: no such option or group (did you mean rollout?); --help all"),
+    ("rolout", "prog: error: --help rolout: no such option or group (did you mean rollout?); --help all"),
     ("epsclip", "(did you mean eps_clip?)"),
     ("al", "(did you mean all?)"),
     ("save_strategy", "save_strategy is an option of another trainer; here: --save_steps"),
@@ -284,7 +284,14 @@ def test_the_help_of_a_word(word: str, capsys: pytest.CaptureFixture[str]) -> No
     ("use_gspo", "use --policy_loss gspo"),
 ])
 def test_help_on_nothing_that_there_is(what: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in fails(capsys, ["--help", what])
+    error = fails(capsys, ["--help", what])
+    assert said in error and "missing" not in error, "what a run would need"
+
+
+def test_the_help_of_a_word_of_another_trainer_that_options_here_have_too(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of(capsys, "--help", "lora")
+    assert shown.startswith("lora is an option of another trainer; here: --lora_rank")
+    assert {"lora_rank", "lora_alpha", "lora_sync"} <= set(re.findall(r"^  --(\w+)", shown, re.MULTILINE))
 
 
 def test_plugins_are_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,14 @@ def test_a_mistyped_folder_that_may_be_a_hub_id(tmp_path, monkeypatch):
 
 
 def test_no_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="holds no tokenizer"):
+    with pytest.raises(ValueError, match=r"holds no model: no config.json is there; give the folder"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"no config.json is there \(did you mean {tmp_path}/base\?\)"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path / "base"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot load the tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -23,6 +23,7 @@ from lightrft.preflight.base import preflight
 from lightrft.preflight.validate import validate, warnings
 from lightrft.tests.support.config_problems import CASES, EVAL, GOOD, KL
 from lightrft.tests.support.option_values import every_option
+from lightrft.utils.errors import meant_path
 
 
 @pytest.fixture(autouse=True)
@@ -319,6 +320,24 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
         assert found == f"--prompt_data {typed}: no such file or folder (did you mean mine.jsonl?)"
     assert not list(paths.sources("prompt_data", ["openai/gsm8k", "gsm8k", "mine.jsonl", "org/data.v2"]))
     assert not list(paths.sources("prompt_data", ["org/data@sub/folder"])), "a folder of a data set on the hub"
+
+
+def test_a_mistyped_path_names_the_one_that_is_there(tmp_path, monkeypatch):
+    """In any of its folders, for every kind of path; a name alone stands for one in the same folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first" / "base").mkdir(parents=True)
+    (tmp_path / "game.py").touch()
+    (tmp_path / "judge.txt").touch()
+    said = problems(pretrain="runs/frist/base", ref_pretrain="./runs/first/bse", environment="gmae.py:Game",
+                    reward=["gane.py=0.5"], prompt_data=["run/first/base"], judge_template="jugde.txt")
+    assert {"--pretrain runs/frist/base: no such folder (did you mean runs/first/base?)",
+            "--ref_pretrain ./runs/first/bse: no such folder (did you mean base?)",
+            "--environment gmae.py:Game: no such file (did you mean game.py?)",
+            "--reward gane.py=0.5: no such file (did you mean game.py?)",
+            "--prompt_data run/first/base: no such file or folder (did you mean runs/first/base?)",
+            "--judge_template jugde.txt: no such file (did you mean judge.txt?)"} <= {*said}  # yapf: disable
+    assert "--environment game.py:Gmae" not in "".join(problems(environment="game.py:Gmae")), "the file tells its names"
+    assert meant_path(Path("runs/nowhere/base")) == "" == meant_path(Path("/no/such/x"))
 
 
 def test_rewards_of_an_environment_need_one(tmp_path):
