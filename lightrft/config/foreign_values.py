@@ -197,7 +197,9 @@ def nearest_value(option: str, value: str, known: Iterable[str]) -> str:
 def _may_be_meant(name: str, asked: str) -> bool:
     """Return True if ``asked`` may be a typing error of the algorithm ``name``. Most names end in PO and differ by a
     letter, so a word with these two must have the letters of the name, in another order or doubled; a word without
-    them may differ from such a name in one letter."""
+    them may differ from such a name in one letter. A name of less than half the letters is another word."""
+    if 2 * len(name) < len(asked):
+        return False
     same = any(sorted(form(name)) == sorted(form(asked)) for form in (str, _undoubled))
     if same or "po" in asked or "po" not in name:
         return same or "po" not in asked

@@ -120,6 +120,7 @@ def test_a_loss_of_pairs_in_the_words_of_others_is_explained():
 
 
 def test_a_typing_error_of_a_foreign_name_gets_what_that_means():
+    assert nearest_value("policy_loss", "squared", ENTRIES["policy_loss"]) == "", "no typing error of qae"
     near = nearest_value("advantage_estimator", "gspp", ENTRIES["advantage_estimator"])
     assert near == " (gspo: here: --recipe gspo)"
     assert nearest_value("policy_loss", "vesspo",

@@ -123,6 +123,7 @@ def test_only_the_guilty_response_is_unscored(scores, caplog, body, error):
         result, _ = scores(source, reward_timeout_s=1.0)
         assert [(s.total, s.error) for s in result] == [(1.0, None), (1.0, None), (None, error), (1.0, None)], source
         assert sum("left unscored" in record.message for record in caplog.records) == 1, "logged once"
+        assert ("Where it is wrong, return 0.0" in caplog.text) == (error == "none")
 
 
 def test_a_wrong_length_is_found_one_by_one(scores):

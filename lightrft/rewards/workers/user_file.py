@@ -354,7 +354,9 @@ def outcome_of(result: Any, extra: dict[str, Any] | None = None) -> Outcome:
         extra |= {name: value for name, value in result.items() if name != "score"}
         result = result["score"]
     if result is None:
-        return Outcome(None, "none", "the reward returned None")
+        return Outcome(
+            None, "none", "the reward returned None, which leaves the response out of the loss and of the mean. "
+            "Where it is wrong, return 0.0")
     numbers = {name: _number(item) for name, item in extra.items()}
     known = {name: item for name, item in numbers.items() if item is not None and math.isfinite(item)}
     if isinstance(result, BaseException):

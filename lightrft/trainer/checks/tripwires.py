@@ -25,8 +25,10 @@ TRUNCATED = 0.9
 UNSCORED = 0.1
 HELD_OUT = 0.02  # total fall, so that one prompt more or less does not count
 
-_FLAT = ("The prompts are too hard or too easy for this policy, or the reward always says the same: look at a few "
-         "rollouts (--save_trajectories), take other prompts, raise --n_samples_per_prompt or --temperature")
+_FLAT = (
+    "The prompts are too hard or too easy for this policy, the reward always says the same, or wrong responses have "
+    "none (unscored): look at a few rollouts (--save_trajectories), take other prompts, raise "
+    "--n_samples_per_prompt or --temperature")
 IDLE = {
     "equal": f"every advantage was 0, because the rewards that are compared did not differ. {_FLAT}",
     "unscored": "no response could be scored (the summary has the causes). Look at the reward and its server",
