@@ -1,7 +1,6 @@
 """Checks of the options of rewards: parts, files, servers and the judge."""
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from lightrft.config.inference_schema import ScoreConfig
 from lightrft.config.options import show
