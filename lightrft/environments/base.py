@@ -6,11 +6,6 @@ from typing import Any, Protocol
 from lightrft.utils.registry import Registry
 
 Message = dict[str, Any]
-NO_START = "no_room_at_start"  # the messages of ``reset`` are too long for the prompt, or have too many pictures
-FAILURES = ("timeout", "exception", "worker_died", NO_START)
-"""Causes for which an environment is to blame: they leave a response without a reward."""
-LIMITS = ("no_room", "max_turns", "open_thought")
-"""Causes that end a response early without a fault: it is scored as it stands."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,8 @@ class Info:
 
 @dataclass(frozen=True)
 class Failure:
-    """An environment that did not answer: one of :data:`FAILURES`, and a text for people; or ``refused``, for what ends
-    the run."""
+    """An environment that did not answer: one of :data:`~lightrft.utils.play.FAILURES`, and a text for people; or
+    ``refused``, for what ends the run."""
     cause: str
     detail: str = ""
 

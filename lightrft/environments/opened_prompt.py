@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from lightrft.datasets.media_prompts import with_tokens
 from lightrft.datasets.rows import DataError
-from lightrft.environments.base import Failure, Message, NO_START, Step
+from lightrft.environments.base import Failure, Message, Step
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.media import Pictures
 from lightrft.types import Prompt
-from lightrft.utils.play import Shown
+from lightrft.utils.play import NO_START, Shown
 
 
 def opened_prompt(prompt: Prompt, answer: Step, form: ChatFormat, pictures: Pictures, most_tokens: int,

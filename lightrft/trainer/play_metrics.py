@@ -2,9 +2,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from lightrft.environments.base import FAILURES, LIMITS
 from lightrft.strategy.base import StrategyBase
 from lightrft.types import Episode
+from lightrft.utils.play import FAILURES, LIMITS
 
 
 def play_metrics(episodes: Sequence[Episode], strategy: StrategyBase) -> dict[str, float]:

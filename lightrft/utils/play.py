@@ -4,6 +4,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 BETWEEN = "\n"  # turns of the policy, where they are read as one text
+NO_START = "no_room_at_start"  # the messages of ``reset`` are too long for the prompt, or have too many pictures
+FAILURES = ("timeout", "exception", "worker_died", NO_START)
+"""Causes for which an environment is to blame: they leave a response without a reward."""
+LIMITS = ("no_room", "max_turns", "open_thought")
+"""Causes that end a response early without a fault: it is scored as it stands."""
 
 
 @dataclass(frozen=True, eq=False)

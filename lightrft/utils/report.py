@@ -9,6 +9,7 @@ from typing import Any
 from lightrft import __version__
 from lightrft.utils.curve import panels, read_metrics
 from lightrft.utils.errors import optional_output
+from lightrft.utils.play import FAILURES
 from lightrft.utils.run_summary import duration, RunSummary, shares
 from lightrft.utils.timer import Throttle
 from lightrft.utils.trajectory_saver import jsonable
@@ -18,7 +19,6 @@ PLACE = "/* the data of the run */"
 SAMPLE_BYTES = 14 << 20  # of the samples in a page
 POINTS = 800  # of a curve; longer runs show means
 INTERVAL_S, SHARE = 10.0, 100  # a page is written again after this time, and after SHARE times what the last one took
-_FAILURES = ("timeout", "exception", "worker_died", "no_room_at_start")  # of environments
 _FACTS = ("pretrain", "prompt_data", "train_data", "eval_data", "reward", "advantage_estimator", "policy_loss",
           "init_kl_coef", "actor_learning_rate", "learning_rate", "rollout_batch_size", "n_samples_per_prompt",
           "train_batch_size", "seed")  # yapf: disable
@@ -107,7 +107,7 @@ def _more(rows: Sequence[dict[str, Any]], summary: RunSummary) -> list[tuple[str
              ("learning rate", _by_model(names, "lr")),
              ("turns of a response", {"env/turns/mean": "turns", "env/calls/mean": "calls"}),
              ("seconds that a response waits", {"env/wait_s/mean": "for its environment"}),
-             ("environments that failed", {f"env/{cause}": cause for cause in _FAILURES}),
+             ("environments that failed", {f"env/{cause}": cause for cause in FAILURES}),
              ("seconds per step", {"time/step_s": "step"} | phases),
              ("tokens per second", {"perf/tokens_per_s": "step", "rollout/tokens_per_s": "rollout"})]  # yapf: disable
     kept = [(title, {name: legend for name, legend in lines.items() if name in names}) for title, lines in found]

@@ -13,10 +13,10 @@ import pytest
 
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.environments.base import FAILURES
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.tests.support import foreign_environments as foreign, runs, tool_models
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer, trainer_arguments
+from lightrft.utils.play import FAILURES
 from lightrft.utils.timer import Timer
 
 no_picture = runs.no_picture

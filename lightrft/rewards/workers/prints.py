@@ -1,4 +1,4 @@
-"""What the code of a user prints in a worker: labelled lines on standard error, where the log of the trainer is."""
+"""Show what the code of a user prints in a worker, as labelled lines on standard error, where the trainer logs."""
 import io
 import os
 import sys
