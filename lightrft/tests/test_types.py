@@ -1,4 +1,5 @@
 """Batch: selecting, splitting, joining and moving keep every declared field of every sequence together."""
+import json
 import pickle
 from dataclasses import replace
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from lightrft.types import Batch, Episode, Experience, number, NUMBERS, Prompt, Sample, Segment
+from lightrft.types.episodes import sample_seed
 from lightrft.utils.errors import UserError
 
 LENS = [3, 1, 4, 2]
@@ -106,8 +108,30 @@ def test_responses_fill_every_field_that_is_declared_to_be_read_from_them():
     assert exp.media == [("image:0", )] * 2 and Batch.of([]).num_tokens == 0
     for name, declared in Batch.declared().items():
         value = vars(exp)[name]
-        assert (value is not None) == (declared.packed or declared.axis == "cu"), name
+        assert (value is not None) == bool(declared.packed or declared.segment or declared.axis == "cu"), name
         assert declared.axis == "list" or value is None or value.dtype == declared.dtype, name
+
+
+def test_an_episode_forks_and_its_branches_are_one_response():
+
+    def drawn(*ids):
+        return Segment([*ids], [-0.5] * len(ids), version=2)
+
+    row = Prompt("u", [1, 2], "p", label="math", media=("image:0", ))
+    episode = Episode(row, 3, 0, seed=7)
+    episode.fork(replace(row, token_ids=[1, 9]))
+    assert not episode.closed and episode.seed == 7 and episode.joined is episode, "nothing was drawn yet"
+    episode.add([drawn(5, 6), Segment.given([8]), drawn(7)], "stop")
+    episode.fork(replace(row, token_ids=[1, 4, 4], text="q", media=(), unexpanded_ids=[]))
+    assert episode.open and episode.prompt.label == "math" and episode.seed == sample_seed(7, "branch", 1)
+    episode.add([drawn(6)], "stop")
+    assert [branch.token_ids for branch in episode.branches] == [[1, 9, 5, 6, 8, 7], [1, 4, 4, 6]]
+    assert (episode.response_len, episode.drawn_len, episode.offset) == (1, 4, 6)
+    whole = episode.joined
+    assert whole.token_ids == [1, 9, 5, 6, 8, 7, 1, 4, 4, 6] and whole.prompt.media == ("image:0", )
+    assert whole.runs == [(True, 2, 4), (False, 4, 5), (True, 5, 6), (False, 6, 9), (True, 9, 10)]
+    again = Episode.load(episode.prompt, 3, 0, json.loads(json.dumps(episode.state())))
+    assert again == episode and again.joined == whole
 
 
 def test_the_names_of_lightrft_are_the_same_classes():

@@ -1,5 +1,4 @@
 """Steps of an episode on its way: its seed, the parameters of its sampling, its text, the input of its rewards."""
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -14,15 +13,10 @@ from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.rollout.scheduler import generate, Round
 from lightrft.trainer.environment import AnyEnvironment, turns_of
 from lightrft.types import Episode, Prompt
+from lightrft.types.episodes import sample_seed
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import BETWEEN, Play
 from lightrft.utils.progress import phase
-
-
-def sample_seed(*path: int | str) -> int:
-    """Hash a path such as (run seed, step, group, sample) to a 63-bit seed, the same on every rank and machine."""
-    digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def group_seeds(config: Config, step: int | str, number: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
 from lightrft.types.episodes import Episode, MediaSpan
-from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_columns
+from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_responses
 from lightrft.utils.play import Shown
 from lightrft.utils.tensors import uploads
 
@@ -42,10 +42,10 @@ class Batch:
     advantages and token selections read it, [T] fields and ``cu_seqlens`` describe the sequences of this rank, and [B]
     fields the samples of all ranks.
     """
-    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, packed=True)})
+    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, segment="token_ids")})
     cu_seqlens: Tensor = field(metadata={"declared": Field("cu", torch.int32)})  # [B + 1], starts with 0, ends with T
     # True on the tokens that the policy drew and learns from
-    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, packed=True)})
+    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, segment="drawn")})
     group_ids: Tensor = _per_sequence(torch.int64, packed=True)  # samples of one prompt share one id
     indices: Tensor = _per_sequence(torch.int64, packed=True)  # of the samples in their groups
     sample_ids: Tensor = _per_sequence(torch.int64)  # position in the global rollout batch, by group and index
@@ -62,8 +62,8 @@ class Batch:
     baseline_rewards: Tensor = _per_sequence(missing=NAN)  # of the prompt's greedy response, shaped alike
     baseline_lengths: Tensor = _per_sequence()  # tokens of that response
     truncated: Tensor = _per_sequence(torch.bool, packed=True)  # the response hit the length limit
-    weight_versions: Tensor = _per_token(torch.int32, packed=True)  # -1: the policy did not draw it
-    rollout_logprobs: Tensor = _per_token(packed=True)
+    weight_versions: Tensor = _per_token(torch.int32, segment="version")  # -1: the policy did not draw it
+    rollout_logprobs: Tensor = _per_token(segment="logprobs")
     old_logprobs: Tensor = _per_token()
     ref_logprobs: Tensor = _per_token()
     teacher_logprobs: Tensor = _per_token()
@@ -96,11 +96,11 @@ class Batch:
     @classmethod
     def of(cls, responses: Sequence[Episode]) -> "Batch":
         """Pack responses on the CPU, with the fields and the numbers that they have."""
-        rows = [response.columns() for response in responses]
-        lens = [len(row["token_ids"]) for row in rows]
+        responses = [response.joined for response in responses]
+        lens = [response.num_tokens for response in responses]
         check_declared(name for response in responses for name in response.extra)
         extra = {name: NUMBERS.get(name).pack_numbers(name, responses, lens) for name in NUMBERS}
-        return cls(cu_seqlens=_boundaries(lens), extra=extra, **pack_columns(cls.declared(), rows))
+        return cls(cu_seqlens=_boundaries(lens), extra=extra, **pack_responses(cls.declared(), responses))
 
     @classmethod
     def pack(cls, token_ids: Iterable[list[int]], loss_mask: Iterable[list[bool]] | None = None,

@@ -1,4 +1,5 @@
 """Episodes: responses to prompts, from the request to the batch, in runs of tokens that have one source."""
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
@@ -8,6 +9,9 @@ from typing import Any, NamedTuple
 from lightrft.utils.play import Play, Shown
 from lightrft.utils.prompt import Prompt
 from lightrft.utils.score import Score
+
+REWRITTEN = ("messages", "text", "token_ids", "media", "unexpanded_ids")
+"""Fields of a prompt that an environment may write anew; the others are the row's."""
 
 
 @dataclass
@@ -42,6 +46,12 @@ class Segment:
             segments.append(self)
 
 
+def sample_seed(*path: int | str) -> int:
+    """Hash a path such as (run seed, step, group, sample) to a 63-bit seed, the same on every rank and machine."""
+    digest = hashlib.blake2b("/".join(map(str, path)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 class MediaSpan(NamedTuple):
     """Tokens [start, stop) of a sequence in which tokens of media stand for the features of the media ``keys``."""
     start: int
@@ -57,103 +67,10 @@ class Key(NamedTuple):
     index: int  # type: ignore[assignment]  # tuple has a method of that name
 
 
-@dataclass
-class Episode:
-    """One response to a prompt. Lists per token hold prompt and response; those of ``segments`` the response alone.
-
-    ``finish_reason`` is "stop", "length", or "abort" while the response is unfinished. ``text`` is the response,
-    decoded without special tokens at its end. ``extra`` holds further numbers, declared by
-    :func:`lightrft.types.number`.
-
-    ``score`` is None until the rewards have come. ``steps`` are its rewards of steps, with the tokens of the sequence
-    that end them. ``greedy`` holds reward and length of the greedy response to the prompt, where the estimator needs
-    them. ``seed`` is that of the noise: equal seeds and weights give equal responses. ``play``: what its environment
-    did, if it has one.
-    """
+class TokenSequence:
+    """A prompt and the segments behind it, read as one sequence of tokens."""
     prompt: Prompt
-    group_id: int  # number of the prompt: in the rollout batch, or in all draws of the run
-    index: int  # of the response in its group
-    segments: list[Segment] = field(default_factory=list)
-    finish_reason: str = "abort"
-    text: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
-    score: Score | None = None
-    steps: list[tuple[int, float]] = field(default_factory=list)
-    greedy: tuple[float | None, int] | None = None
-    role: str = "sample"
-    seed: int = 0
-    play: Play | None = None
-
-    @classmethod
-    def of(cls, prompt: Prompt, group_id: int, index: int, drawn: Segment, finish_reason: str) -> "Episode":
-        """Make an episode of drawn tokens."""
-        episode = cls(prompt, group_id, index)
-        episode.add([drawn], finish_reason)
-        return episode
-
-    @classmethod
-    def group(cls, prompt: Prompt, group_id: int, seeds: Iterable[int], role: str = "sample") -> list["Episode"]:
-        """Make a group of empty responses to a prompt, one per seed."""
-        return [cls(prompt, group_id, index, role=role, seed=seed) for index, seed in enumerate(seeds)]
-
-    @classmethod
-    def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
-        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers, score and seed.
-        """
-        episode = cls(prompt, group_id, index, [], state["finish_reason"], state.get("text", ""),
-                      state.get("extra", {}), seed=state.get("seed", 0),
-                      play=Play.load(state.get("play")))  # yapf: disable
-        if state.get("score"):
-            episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
-            episode.steps = [(end, reward) for end, reward in state["steps"]]
-        tokens = zip(state["token_ids"], state["logprobs"], state["weight_versions"])
-        for version, run in groupby(tokens, key=itemgetter(2)):
-            ids, logprobs, _ = zip(*run)
-            episode.segments.append(Segment([*ids], [*logprobs], version >= 0, version))
-        for number, keys, unexpanded_ids in state.get("media", ()):
-            segment = episode.segments[number]
-            episode.segments[number] = replace(segment, media=tuple(keys), unexpanded_ids=unexpanded_ids)
-        return episode
-
-    def state(self) -> dict[str, Any]:
-        """Return the response, as lists per token, and its score, for a checkpoint."""
-        n = self.prompt_len
-        media = [(number, segment.media, segment.unexpanded_ids) for number, segment in enumerate(self.segments)
-                 if segment.media]  # yapf: disable
-        return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:], "finish_reason": self.finish_reason,
-                "weight_versions": self.weight_versions[n:], "text": self.text, "extra": self.extra, "media": media,
-                "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy,
-                "seed": self.seed, "play": self.play and asdict(self.play)}  # yapf: disable
-
-    @property
-    def key(self) -> Key:
-        """Name of the episode among all of an engine."""
-        return Key(self.role, self.group_id, self.index)
-
-    def add(self, segments: Iterable[Segment], finish_reason: str = "abort") -> None:
-        """Append tokens; after an "abort" the response goes on."""
-        for segment in segments:
-            segment.extend(self.segments)
-        self.finish_reason = finish_reason
-
-    def give(self, turn: list[int] | Segment) -> None:
-        """Append tokens that the policy did not draw, after which the response goes on."""
-        self.add([Segment.given(turn)])
-
-    @property
-    def open(self) -> bool:
-        """True while the response is unfinished."""
-        return self.finish_reason == "abort"
-
-    @property
-    def reward(self) -> float | None:
-        """Reward of the response; None: unscored, which is not a reward of 0."""
-        return None if self.score is None else self.score.total
-
-    @property
-    def truncated(self) -> bool:
-        """True if the response hit the length limit."""
-        return self.finish_reason == "length"
+    segments: list[Segment]
 
     @property
     def prompt_len(self) -> int:
@@ -197,34 +114,9 @@ class Episode:
         return tuple(spans)
 
     @property
-    def shown(self) -> list[Shown]:
-        """Pictures that the environment has shown behind the prompt."""
-        behind = sum(len(span.keys) for span in self.media_spans)
-        return self.play.shown[-behind:] if self.play is not None and behind else []
-
-    @property
     def response_ids(self) -> list[int]:
         """Tokens after the prompt."""
         return [*chain.from_iterable(segment.token_ids for segment in self.segments)]
-
-    def columns(self) -> dict[str, Any]:
-        """Return the fields of a batch that the episode has, by name: values, or lists with a value per token."""
-        n = self.prompt_len
-        columns: dict[str, list] = {
-            "token_ids": [*self.prompt.token_ids], "loss_mask": [False] * n, "weight_versions": [-1] * n,
-            "rollout_logprobs": [0.0] * n
-        }
-        for segment in self.segments:
-            length = len(segment.token_ids)
-            columns["token_ids"] += segment.token_ids
-            columns["rollout_logprobs"] += segment.logprobs
-            columns["loss_mask"] += [segment.drawn] * length
-            columns["weight_versions"] += [segment.version] * length
-        spans = self.media_spans
-        shown = tuple(key for span in spans for key in span.keys)
-        return columns | {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated,
-                          "media": self.prompt.media + shown, "media_spans": spans, "prompt_lens": n,
-                          "shown": () if self.play is None else tuple(self.play.shown)}  # yapf: disable
 
     @property
     def token_ids(self) -> list[int]:
@@ -246,10 +138,189 @@ class Episode:
         """Log-probs of the engine; 0 on the tokens that the policy did not draw."""
         return [0.0] * self.prompt_len + [*chain.from_iterable(segment.logprobs for segment in self.segments)]
 
+    def tokens_state(self) -> dict[str, Any]:
+        """Return the tokens behind the prompt, as lists per token, for a checkpoint."""
+        n, numbered = self.prompt_len, enumerate(self.segments)
+        media = [(number, segment.media, segment.unexpanded_ids) for number, segment in numbered if segment.media]
+        return {"token_ids": self.response_ids, "logprobs": self.logprobs[n:],
+                "weight_versions": self.weight_versions[n:], "media": media}  # yapf: disable
+
+    @property
+    def pieces(self) -> list[Segment]:
+        """The prompt, as given tokens with its media, and the segments behind it."""
+        ids = self.prompt.token_ids
+        return [Segment(ids, [0.0] * len(ids), False, -1, self.prompt.media, self.prompt.unexpanded_ids),
+                *self.segments]  # yapf: disable
+
     def _per_token(self, before: Any, values: Iterator[Any]) -> list[Any]:
         """Repeat a value per segment over its tokens, behind ``before`` on those of the prompt."""
         runs = ([value] * len(segment.token_ids) for value, segment in zip(values, self.segments))
         return [*[before] * self.prompt_len, *chain.from_iterable(runs)]
+
+
+@dataclass
+class Branch(TokenSequence):
+    """Part of an episode that stands behind one prompt; an episode that never forks has one."""
+    prompt: Prompt
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass
+class Episode(TokenSequence):
+    """One response to a prompt. Lists per token hold prompt and response; those of ``segments`` the response alone.
+
+    An environment may fork it: it rewrites the conversation, and the response goes on behind another prompt. ``prompt``
+    and ``segments`` are those of the current branch, ``closed`` the branches before; all have one score and one
+    advantage. Indices of tokens (``steps``, rewards of turns) count those of all branches, as in :attr:`joined`.
+
+    ``finish_reason`` is "stop", "length", or "abort" while the response is unfinished. ``text`` is the response,
+    decoded without special tokens at its end. ``extra`` holds further numbers, declared by
+    :func:`lightrft.types.number`.
+
+    ``score`` is None until the rewards have come. ``steps`` are its rewards of steps, with the tokens of the sequence
+    that end them. ``greedy`` holds reward and length of the greedy response to the prompt, where the estimator needs
+    them. ``seed`` is that of the noise: equal seeds and weights give equal responses. ``play``: what its environment
+    did, if it has one.
+    """
+    prompt: Prompt
+    group_id: int  # number of the prompt: in the rollout batch, or in all draws of the run
+    index: int  # of the response in its group
+    segments: list[Segment] = field(default_factory=list)
+    finish_reason: str = "abort"
+    text: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    score: Score | None = None
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    greedy: tuple[float | None, int] | None = None
+    role: str = "sample"
+    seed: int = 0
+    play: Play | None = None
+    closed: list[Branch] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompt: Prompt, group_id: int, index: int, drawn: Segment, finish_reason: str) -> "Episode":
+        """Make an episode of drawn tokens."""
+        episode = cls(prompt, group_id, index)
+        episode.add([drawn], finish_reason)
+        return episode
+
+    @classmethod
+    def group(cls, prompt: Prompt, group_id: int, seeds: Iterable[int], role: str = "sample") -> list["Episode"]:
+        """Make a group of empty responses to a prompt, one per seed."""
+        return [cls(prompt, group_id, index, role=role, seed=seed) for index, seed in enumerate(seeds)]
+
+    @classmethod
+    def load(cls, prompt: Prompt, group_id: int, index: int, state: dict[str, Any]) -> "Episode":
+        """Restore an episode from :meth:`state`; checkpoints of earlier versions have no text, numbers, score and seed.
+        """
+        episode = cls(prompt, group_id, index, _segments(state), state["finish_reason"], state.get("text", ""),
+                      state.get("extra", {}), seed=state.get("seed", 0),
+                      play=Play.load(state.get("play")))  # yapf: disable
+        for branch in state.get("closed", ()):
+            asked = {name: branch[name] for name in REWRITTEN} | {"media": tuple(branch["media"])}
+            episode.closed.append(Branch(replace(prompt, **asked), _segments(branch["response"])))
+        if state.get("score"):
+            episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
+            episode.steps = [(end, reward) for end, reward in state["steps"]]
+        return episode
+
+    def state(self) -> dict[str, Any]:
+        """Return the response, as lists per token, and its score, for a checkpoint. It has the prompts of closed
+        branches; the current one is saved beside it."""
+        return self.tokens_state() | {
+            "finish_reason": self.finish_reason, "text": self.text, "extra": self.extra,
+            "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy, "seed": self.seed,
+            "play": self.play and asdict(self.play), "closed": [
+                {name: getattr(branch.prompt, name) for name in REWRITTEN} | {"response": branch.tokens_state()}
+                for branch in self.closed]}  # yapf: disable
+
+    @property
+    def key(self) -> Key:
+        """Name of the episode among all of an engine."""
+        return Key(self.role, self.group_id, self.index)
+
+    def add(self, segments: Iterable[Segment], finish_reason: str = "abort") -> None:
+        """Append tokens; after an "abort" the response goes on."""
+        for segment in segments:
+            segment.extend(self.segments)
+        self.finish_reason = finish_reason
+
+    def give(self, turn: list[int] | Segment) -> None:
+        """Append tokens that the policy did not draw, after which the response goes on."""
+        self.add([Segment.given(turn)])
+
+    @property
+    def open(self) -> bool:
+        """True while the response is unfinished."""
+        return self.finish_reason == "abort"
+
+    @property
+    def reward(self) -> float | None:
+        """Reward of the response; None: unscored, which is not a reward of 0."""
+        return None if self.score is None else self.score.total
+
+    @property
+    def truncated(self) -> bool:
+        """True if the response hit the length limit."""
+        return self.finish_reason == "length"
+
+    @property
+    def branches(self) -> list[Branch]:
+        """The sequences of the episode, in the order in which they were drawn."""
+        return [*self.closed, Branch(self.prompt, self.segments)]
+
+    def fork(self, prompt: Prompt) -> None:
+        """Go on behind another ``prompt`` of the same row: what was said so far, rewritten. The noise is another one
+        from here on. A branch in which nothing was drawn is dropped: it has nothing to learn from."""
+        if any(segment.drawn for segment in self.segments):
+            self.closed.append(Branch(self.prompt, self.segments))
+            self.seed = sample_seed(self.seed, "branch", len(self.closed))
+        self.prompt, self.segments, self.finish_reason = prompt, [], "abort"
+
+    @property
+    def joined(self) -> "Episode":
+        """The whole response as one sequence, its branches one after another: the prompts of the later ones are given
+        tokens in it. Without a fork it is the episode itself."""
+        if not self.closed:
+            return self
+        first, *later = self.branches
+        segments = [*first.segments, *chain.from_iterable(branch.pieces for branch in later)]
+        return replace(self, prompt=first.prompt, segments=segments, closed=[])
+
+    @property
+    def offset(self) -> int:
+        """Number of tokens of the closed branches: the index in :attr:`joined` of the first token of this one."""
+        return sum(branch.num_tokens for branch in self.closed)
+
+    @property
+    def drawn_len(self) -> int:
+        """Number of tokens that the policy drew, in all branches; ``response_len`` is that of the current one alone."""
+        return super().drawn_len + sum(branch.drawn_len for branch in self.closed)
+
+    @property
+    def shown(self) -> list[Shown]:
+        """Pictures that the environment has shown behind the prompt."""
+        by_key = {} if self.play is None else {picture.key: picture for picture in self.play.shown}
+        return [by_key[key] for span in self.media_spans for key in span.keys if key in by_key]
+
+    def columns(self) -> dict[str, Any]:
+        """Return the fields of a batch with a value per sequence that the episode has, by name."""
+        spans, prompts = self.media_spans, self.prompt.media
+        media = prompts + tuple(key for span in spans for key in span.keys) if spans else prompts
+        return {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated, "media": media,
+                "media_spans": spans, "prompt_lens": self.prompt_len,
+                "shown": () if self.play is None else tuple(self.play.shown)}  # yapf: disable
+
+
+def _segments(state: dict[str, Any]) -> list[Segment]:
+    """Undo :meth:`TokenSequence.tokens_state`."""
+    segments, tokens = list[Segment](), zip(state["token_ids"], state["logprobs"], state["weight_versions"])
+    for version, run in groupby(tokens, key=itemgetter(2)):
+        ids, logprobs, _ = zip(*run)
+        segments.append(Segment([*ids], [*logprobs], version >= 0, version))
+    for number, keys, unexpanded_ids in state.get("media", ()):
+        segments[number] = replace(segments[number], media=tuple(keys), unexpanded_ids=unexpanded_ids)
+    return segments
 
 
 def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:

@@ -26,7 +26,8 @@ class Field:
     ``axis``: "T", a tensor with a value per token; "B", a tensor with a value per sequence; "list", an object per
     sequence, on the host; "cu", the boundaries of the sequences.
     ``missing``: the value of a sequence, or of a token, that has none; None: all have one.
-    ``packed``: a response has the field (:meth:`lightrft.types.Episode.columns`); the others are set by later stages.
+    ``packed``: a response has the field (:meth:`lightrft.types.Episode.columns`), and ``segment``: its segments have it
+    for "T", under this name, as a list or as one value of all their tokens. The others are set by later stages.
     ``of``: reads a number from a response: its value, or the values of its last tokens for "T"; None: missing.
     """
     axis: str
@@ -34,6 +35,7 @@ class Field:
     missing: float | None = None
     packed: bool = False
     of: Callable[[Episode], Any] = field(default=lambda response: None)
+    segment: str = ""
 
     def pack(self, values: Sequence[Any]) -> Any:
         """Join the values of sequences: one of each, or lists of one per token."""
@@ -42,6 +44,12 @@ class Field:
         if self.axis == "T":
             return flatten(values, self.dtype or torch.float32)
         return torch.tensor([self.missing if value is None else value for value in values], dtype=self.dtype)
+
+    def pack_segments(self, values: Sequence[Any], counts: Sequence[int]) -> Tensor:
+        """Join the values of segments of ``counts`` tokens: lists, or one value of all their tokens."""
+        if not values or isinstance(values[0], list):
+            return self.pack(values)
+        return torch.from_numpy(np.repeat(torch.tensor(values, dtype=self.dtype).numpy(), counts))
 
     def read(self, name: str, response: Episode) -> Any:
         """Read the number ``name`` from a response: its value, for "T" a list; None: it has none.
@@ -97,9 +105,14 @@ class Field:
         return torch.full(shape, self.missing, dtype=self.dtype)
 
 
-def pack_columns(declared: Mapping[str, Field], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the values of sequences, of the fields that a response has, by name."""
-    return {name: field.pack([row[name] for row in rows]) for name, field in declared.items() if field.packed}
+def pack_responses(declared: Mapping[str, Field], responses: Sequence[Episode]) -> dict[str, Any]:
+    """Join the values of the fields that responses have, by name."""
+    rows = [response.columns() for response in responses]
+    pieces = [*chain.from_iterable(response.pieces for response in responses)]
+    counts = [len(piece.token_ids) for piece in pieces]
+    columns = {name: field.pack([row[name] for row in rows]) for name, field in declared.items() if field.packed}
+    return columns | {name: field.pack_segments([getattr(piece, field.segment) for piece in pieces], counts)
+                      for name, field in declared.items() if field.segment}  # yapf: disable
 
 
 NUMBERS: Registry[Field] = Registry("number of a response")
