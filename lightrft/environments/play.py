@@ -1,12 +1,11 @@
 """Episodes with an environment: sessions in workers, turns from tokens, answers back to tokens."""
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, takewhile
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,14 +13,14 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.control_tokens import special_ids
 from lightrft.datasets.media_store import MediaStore
 from lightrft.datasets.rendering import Renderer
-from lightrft.datasets.rows import DataError
 from lightrft.datasets.token_texts import decode_behind
+from lightrft.environments.answers import PendingAnswer, PendingLastWord, play_of
 from lightrft.environments.base import Failure, Message, Step, Task, ToolCall, Turn as TurnOfPolicy
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.media import Pictures
 from lightrft.environments.opened_prompt import opened_prompt
 from lightrft.environments.pool import Answer, EnvironmentPool
-from lightrft.rollout.scheduler import NextTurn, PendingTurn, Turn
+from lightrft.rollout.turns import NextTurn, PendingTurn, Turn
 from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play, Shown
@@ -32,88 +31,6 @@ logger = logging.getLogger(__name__)
 
 QUICK_S = 0.01  # answers that come so soon resume their responses in the same round, so quick runs repeat to the bit
 _LOOK_S = 1.0  # between two signs of life while resets are waited for
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Call of the environment of ``episode``, made at the time ``asked``."""
-    player: "Player"
-    episode: Episode
-    answer: "Future[Answer]"
-    asked: float
-
-    def done(self) -> bool:
-        """Return True once the environment has answered, or failed."""
-        return self.answer.done()
-
-    def add_done_callback(self, callback: "Callable[[Future[Any]], object]") -> None:
-        """Call ``callback`` then, in another thread perhaps."""
-        self.answer.add_done_callback(callback)
-
-    def noted(self) -> Step | None:
-        """Note the reward and the metrics of the answer; None: the environment has failed."""
-        play, at, answer = _play(self.episode), self.episode.num_tokens - 1, self.answer.result()
-        play.wait_s += time.monotonic() - self.asked
-        if isinstance(answer, Failure):
-            play.failure = answer.cause
-            self.player.log_once(answer)
-            return None
-        if answer.reward is not None:
-            earlier = play.rewards.pop()[1] if play.rewards and play.rewards[-1][0] == at else 0.0
-            play.rewards.append((at, earlier + answer.reward))
-        for name, value in answer.metrics.items():
-            play.metrics[name] = play.metrics.get(name, 0.0) + value
-        return answer
-
-
-@dataclass(frozen=True)
-class PendingAnswer(Asked):
-    """A :class:`~lightrft.rollout.scheduler.PendingTurn`: the answer to the last turn of ``episode``."""
-    drawn: int  # tokens of the turn
-    room: int
-    cut: bool
-
-    def result(self) -> "Turn | PendingTurn":
-        """Note what the environment says, and return the tokens that follow the turn; None: the response ends."""
-        play, answer = _play(self.episode), self.noted()
-        if answer is None or answer.done or self.cut or not (answer.messages or answer.text):
-            return None
-        if play.turns >= self.player.max_turns:
-            play.limit = "max_turns"
-            return None
-        try:
-            return self._following(play, answer)
-        except DataError as error:  # its template or its processor refuses them, or a picture has no place
-            play.failure = "exception"
-            self.player.log_once(Failure("exception", str(error)))
-            return None
-
-    def _following(self, play: Play, answer: Step) -> "Turn | PendingTurn":
-        """Return the tokens of an answer, and of its pictures; without room for these, the last word of its
-        environment."""
-        shown = self.player.pictures.of(answer)
-        if len(play.shown) + len(shown) > self.player.pictures.most:
-            play.limit = "no_room"
-            return self.player.last_word(self.episode, None)
-        given = self.player.given_by(self.episode, self.drawn, answer, shown)
-        if given is None or len(Segment.given(given).token_ids) >= self.room:
-            play.limit = "open_thought" if given is None else "no_room"
-            return self.player.last_word(self.episode, given)
-        play.messages += self.player.read_of(answer)
-        play.shown += shown
-        return given
-
-
-@dataclass(frozen=True)
-class PendingLastWord(Asked):
-    """A :class:`~lightrft.rollout.scheduler.PendingTurn`: what the environment says at the end of a response that
-    cannot go on with ``turn``, its answer."""
-    turn: Turn
-
-    def result(self) -> Turn:
-        """Note what the environment says, and return the turn without room, which ends the response."""
-        self.noted()
-        return self.turn
 
 
 class Player:
@@ -186,14 +103,33 @@ class Player:
                 "an environment failed (%s), and its response is left unscored; further ones are only "
                 "counted, as env/%s\n%s", failure.cause, failure.cause, failure.detail)
 
-    def last_word(self, episode: Episode, turn: Turn) -> "Turn | PendingTurn":
+    def _last_word(self, episode: Episode, turn: Turn) -> "Turn | PendingTurn":
         """Tell an environment that its response ends without ``turn``, its answer."""
         asked, answer = time.monotonic(), self.pool.cut_short(self._sessions[episode.key][1])
         pending = PendingLastWord(self, episode, answer, asked, turn)
         self._wait_briefly([answer])
         return pending.result() if answer.done() else pending
 
-    def given_by(self, episode: Episode, drawn: int, answer: Step, shown: Sequence[Shown]) -> Turn:
+    def following(self, pending: PendingAnswer, answer: Step) -> "Turn | PendingTurn":
+        """Return the tokens of an answer, and of its pictures; without room for these, the last word of its
+        environment."""
+        episode, play = pending.episode, play_of(pending.episode)
+        if play.turns >= self.max_turns:
+            play.limit = "max_turns"
+            return None
+        shown = self.pictures.of(answer)
+        if len(play.shown) + len(shown) > self.pictures.most:
+            play.limit = "no_room"
+            return self._last_word(episode, None)
+        given = self._given_by(episode, pending.drawn, answer, shown)
+        if given is None or len(Segment.given(given).token_ids) >= pending.room:
+            play.limit = "open_thought" if given is None else "no_room"
+            return self._last_word(episode, given)
+        play.messages += self._read_of(answer)
+        play.shown += shown
+        return given
+
+    def _given_by(self, episode: Episode, drawn: int, answer: Step, shown: Sequence[Shown]) -> Turn:
         """Return what an answer appends behind the last ``drawn`` tokens of an episode."""
         if answer.text is not None:
             return self.pictures.written(answer.text, shown)
@@ -206,7 +142,7 @@ class Player:
             return self.pictures.segment(self.form.continuation_text(ids[-drawn:], messages), shown)
         return self.form.continuation(ids[:-drawn], ids[-drawn:], messages)
 
-    def read_of(self, answer: Step) -> list[Message]:
+    def _read_of(self, answer: Step) -> list[Message]:
         """Return the messages of an answer as the policy reads them."""
         if answer.text is not None or self.form is None:
             return [{"role": "environment", "content": answer.text}]
@@ -223,7 +159,7 @@ class Player:
         self._replay(again, max_new_tokens)
         anew = [episode for episode, _, segments in lost if len(episode.segments) < len(segments)]
         for episode in anew:
-            _play(episode).restarts += 1
+            play_of(episode).restarts += 1
         self._begin_all(anew)
 
     def _begin_all(self, episodes: Sequence[Episode]) -> None:
@@ -255,7 +191,7 @@ class Player:
                 again = pending.result()
                 if not isinstance(again, (list, Segment)) or [Segment.given(again)] != same:
                     return
-                _play(episode).replays += 1
+                play_of(episode).replays += 1
             episode.segments += same
 
     def _plays(self, episode: Episode) -> bool:
@@ -301,10 +237,10 @@ class Player:
                 prompt, shown = opened
         for episode, answer in zip(group, answers):
             if prompt is not asked:
-                _play(episode).asked = {name: getattr(asked, name) for name in _ASKED}
-            episode.prompt, _play(episode).shown = prompt, [*shown]
+                play_of(episode).asked = {name: getattr(asked, name) for name in _ASKED}
+            episode.prompt, play_of(episode).shown = prompt, [*shown]
             if isinstance(answer, Failure):
-                _play(episode).failure = answer.cause
+                play_of(episode).failure = answer.cause
                 self.log_once(answer)
 
     def _opened(self, prompt: Prompt, answer: Step) -> "tuple[Prompt, list[Shown]] | Failure":
@@ -325,7 +261,7 @@ class Player:
             self._quick = not wait(answers, QUICK_S).not_done
 
     def _asked(self, episode: Episode, max_new_tokens: int) -> PendingAnswer | None:
-        play, ids = _play(episode), episode.token_ids
+        play, ids = play_of(episode), episode.token_ids
         drawn = _drawn_last(episode)
         message, calls = self._read(ids[:-drawn], ids[-drawn:])
         text, *response = decode_behind(
@@ -367,11 +303,6 @@ def _await(futures: "Iterable[Future[Answer]]") -> None:
 _ASKED = ("messages", "text", "token_ids", "media", "unexpanded_ids")
 _APART = 0x5DEECE66D  # the noise of an environment is not that of the policy
 _SEEDS = 0x7FFFFFFF  # 31 bits: generators of numpy and of games in C take no larger seed
-
-
-def _play(episode: Episode) -> Play:
-    assert episode.play is not None, "its session is open"
-    return episode.play
 
 
 def _drawn_last(episode: Episode) -> int:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightrft.models.vocabulary import check_ids
 from lightrft.rollout.engine import FINISH_REASONS, SamplingParams, SteppedEngine
 from lightrft.rollout.tp_group import all_of_group, share_episodes, share_turns
+from lightrft.rollout.turns import is_there, NextTurn, PendingTurn, Turn, TURNS
 from lightrft.types import Episode, Key, Segment
 from lightrft.utils.watchdog import Progress, tick
 
@@ -19,24 +20,6 @@ _LOOK_S = 1.0  # between two signs of life while all responses wait
 _ROUND_S = 1e-2  # between two exchanges then, of ranks that share the engine: none hears of the answers of another
 
 GroupKey = tuple[str, int]  # role and number of a prompt: the first two entries of a Key
-_HERE = (list, Segment, type(None))  # types of a turn; to ask for a protocol takes 200 times as long
-Turn = list[int] | Segment | None  # given to a response before it resumes, perhaps with media; None: it is finished
-
-
-class PendingTurn(Protocol):
-    """A turn that may not be there yet, such as a :class:`concurrent.futures.Future`."""
-
-    def done(self) -> bool:
-        """Return True once the turn is there."""
-
-    def result(self) -> "Turn | PendingTurn":
-        """Return the turn, or another one that is waited for in its place; or raise the error that it met."""
-
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Let ``callback`` be called once the turn is there, in any thread."""
-
-
-NextTurn = Callable[[list[Episode]], Sequence[Turn | PendingTurn]]
 
 
 @dataclass
@@ -294,9 +277,9 @@ class Scheduler:
                 self._wait_for(keys, run.next_turn([self.flights[key].episode for key in keys]))
         if not self.waiting:
             return {}
-        came = {key: turn for key, turn in self.waiting.items() if self.flights[key].local and _is_there(turn)}
-        self._wait_for([*came], [turn if isinstance(turn, _HERE) else turn.result() for turn in came.values()])
-        local_turns = {key: turn for key in came if isinstance(turn := self.waiting[key], _HERE)}
+        came = {key: turn for key, turn in self.waiting.items() if self.flights[key].local and is_there(turn)}
+        self._wait_for([*came], [turn if isinstance(turn, TURNS) else turn.result() for turn in came.values()])
+        local_turns = {key: turn for key in came if isinstance(turn := self.waiting[key], TURNS)}
         ready = share_turns(local_turns, self.engine.group)
         self.waiting = {key: turn for key, turn in self.waiting.items() if key not in ready}
         return ready
@@ -306,7 +289,7 @@ class Scheduler:
         arrived = self._arrived
         for key, turn in zip(keys, turns, strict=True):
             self.waiting[key] = turn
-            if not isinstance(turn, _HERE):
+            if not isinstance(turn, TURNS):
                 turn.add_done_callback(lambda _: arrived.set())
 
     def _go_on(self, turns: dict[Key, Turn]) -> None:
@@ -386,14 +369,3 @@ def _check(flight: Flight, newest: int) -> None:
     if wrong := [version for version in versions if not 0 <= version <= newest]:
         raise RuntimeError(f"the engine returned tokens of the version {wrong[0]} of the weights, and has had versions "
                            f"from 0 to {newest}: append the version that drew them")
-
-
-def _is_there(turn: Turn | PendingTurn) -> bool:
-    return isinstance(turn, _HERE) or turn.done()
-
-
-def result_of(turn: Turn | PendingTurn) -> Turn:
-    """Return a turn, after a wait if it is not there."""
-    while not isinstance(turn, _HERE):
-        turn = turn.result()
-    return turn

@@ -11,7 +11,7 @@ from lightrft.config.schema import DataConfig
 from lightrft.datasets.rendering import Renderer
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.environments.play import Player, QUICK_S
-from lightrft.rollout.scheduler import NextTurn, Turn
+from lightrft.rollout.turns import NextTurn, Turn
 from lightrft.types import Episode, Prompt
 from lightrft.types.fields import check_declared
 from lightrft.utils.errors import UserError
@@ -53,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class PendingReply:
-    """A :class:`~lightrft.rollout.scheduler.PendingTurn` of an environment in ``episode``."""
+    """A :class:`~lightrft.rollout.turns.PendingTurn` of an environment in ``episode``."""
     episode: Episode
     renderer: Renderer
     answer: "Future[str | Reply | None]"

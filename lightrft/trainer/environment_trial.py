@@ -4,7 +4,7 @@ from typing import Any
 
 from lightrft.datasets.prompt_rows import text_of
 from lightrft.environments.play import Player
-from lightrft.rollout.scheduler import result_of
+from lightrft.rollout.turns import result_of
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
 

@@ -20,10 +20,10 @@ from lightrft.config.options import ConfigError
 from lightrft.datasets.known_media import KnownMedia
 from lightrft.datasets.media import find_medium, MediaError, MediaRules
 from lightrft.datasets.rows import DataError, hold_rows
+from lightrft.environments.answers import PendingAnswer
 from lightrft.environments.base import Step, Task, ToolCall, Turn, UnreadMedia
 from lightrft.environments.games import GymnasiumGame
 from lightrft.environments.observations import check_size, encoded, MAX_SHOWN_BYTES, parts_of, plain_messages
-from lightrft.environments.play import PendingAnswer
 from lightrft.environments.tools import ToolBox, ToolEnvironment
 from lightrft.environments.worker import plain
 from lightrft.inference.conversation import Conversation
