@@ -1,12 +1,31 @@
 """Tools and interactions of verl. Both are one object for all responses, which tell it their own instance."""
+import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from lightrft.environments.base import Message, Step, Task, ToolCall, Turn
 from lightrft.environments.interop import called, extra_info, number, numbers, taken
 from lightrft.environments.tools import Answered, told, ToolBox, ToolEnvironment
-from lightrft.utils.errors import CaptureException
+from lightrft.utils.errors import CaptureException, first_line, UserError
+
+
+@dataclass
+class AgentData:
+    """What tools of a response share: ``execute`` gets it as ``agent_data``, under the names that it has in verl.
+
+    Attributes:
+        messages: of the prompt, of the turns so far with the present one, and of the answers to them.
+        tools_kwargs: of the row, by the name of the tool.
+        tool_rewards: of the calls so far.
+        extra_fields: for what a tool keeps.
+    """
+    request_id: str
+    messages: list[Message]
+    tools_kwargs: dict[str, Any]
+    tool_rewards: list[float] = field(default_factory=list)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 class VerlToolBox(ToolBox):
@@ -26,19 +45,22 @@ class VerlTools(ToolEnvironment):
     def __init__(self, box: VerlToolBox) -> None:
         super().__init__(box)
         self.objects, self.instances = box.objects, dict[str, str]()
-        self.metrics: dict[str, float] = {}
+        self.shared = AgentData("", [], {})
 
     async def reset(self, prompt: Task, seed: int) -> None:
         """Create an instance of each tool."""
         kwargs = extra_info(prompt).get("tools_kwargs") or {}
+        self.shared = AgentData(str(uuid4()), [*prompt.messages], kwargs)
         for name, tool in self.objects.items():
             given = (kwargs.get(name) or {}).get("create_kwargs") or {}
-            made = await tool.create(str(uuid4()), **taken(tool.create, given | {"create_kwargs": given}))
-            self.instances[name] = made[0] if isinstance(made, tuple) else made
+            created = await tool.create(str(uuid4()), **taken(tool.create, given | {"create_kwargs": given}))
+            self.instances[name] = created[0] if isinstance(created, tuple) else created
 
     async def step(self, turn: Turn) -> Step:
         """Answer the calls of a turn."""
+        self.shared.messages.append(turn.message)
         step = await super().step(turn)
+        self.shared.messages += step.messages if isinstance(step.messages, list) else []
         if step.done or turn.last:
             step.reward = (step.reward or 0.0) + await self._reward()
         return step
@@ -56,13 +78,18 @@ class VerlTools(ToolEnvironment):
         does."""
         if problem := self.box.problem(call):
             return Answered(f"Error: {problem}", False)
+        execute = self.objects[call.name].execute
         with CaptureException() as captured:
-            response, reward, metrics = await self.objects[call.name].execute(self.instances[call.name], call.arguments)
+            response, reward, metrics = await execute(self.instances[call.name], call.arguments,
+                                                      **taken(execute, {"agent_data": self.shared}))
         if captured.cause is not None:
-            return told(captured.cause, f"Error when executing tool: {captured.cause}")
+            return told(captured.cause, f"Error executing tool {call.name!r}: {captured.cause}")
+        if reward is not None:
+            self.shared.tool_rewards.append(reward)
         text = response if isinstance(response, str) else getattr(response, "text", None) or ""
-        images = [{"type": "image", "image": image} for image in getattr(response, "image", None) or ()]
-        content = [*images, {"type": "text", "text": text}] if images else text
+        shown = [{"type": kind, kind: each} for kind in ("image", "video")
+                 for each in getattr(response, kind, None) or ()]
+        content = [*shown, {"type": "text", "text": text}] if shown else text
         return Answered(content, True, number(reward), numbers(metrics))
 
     async def close(self) -> None:
@@ -72,8 +99,17 @@ class VerlTools(ToolEnvironment):
 
 
 def made(cls: type) -> Any:
-    """Return a tool of a class: with the schema that it has itself, and without configuration."""
-    return cls(**taken(cls, {"config": {}, "tool_schema": None}))
+    """Return a tool of a class: with the schema that it has itself, and without configuration.
+
+    Raises:
+        UserError: it cannot be made so.
+    """
+    with CaptureException() as captured:
+        return cls(**taken(cls, {"config": {}, "tool_schema": None}))
+    raise UserError(
+        f"the tool {cls.__name__} of verl cannot be made without a configuration and a schema "
+        f"({first_line(captured.cause or ValueError())}). Make it in the file, as tools = [{cls.__name__}(config, "
+        "tool_schema)], or give it a method get_openai_tool_schema()")
 
 
 def _schema(tool: Any) -> dict[str, Any]:
@@ -103,5 +139,6 @@ class VerlInteraction:
 
     async def close(self) -> None:
         """Finish the interaction."""
-        if hasattr(self.inner, "finalize_interaction"):
-            await called(self.inner.finalize_interaction, self.instance)
+        finish = getattr(self.inner, "finalize_interaction", None)
+        if finish is not None:  # that of verl's base class takes no instance
+            await called(finish, *[self.instance] * bool(inspect.signature(finish).parameters))

@@ -8,16 +8,19 @@ from dataclasses import replace
 from inspect import isawaitable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lightrft.environments import tools
 from lightrft.environments.adapters import adapter_of
-from lightrft.environments.base import EnvironmentSpec, Task, ToolCall, Turn
+from lightrft.environments.base import EnvironmentSpec, Task, ToolCall, Turn, UnreadMedia
 from lightrft.environments.loading import load
+from lightrft.environments.observations import plain_messages
 from lightrft.environments.worker import Session
 from lightrft.tests.support import foreign_environments as foreign
+from lightrft.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 
@@ -113,7 +116,8 @@ def test_an_error_of_a_tool_of_verl_is_told(monkeypatch):
     row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
     call = ToolCall("check", {"answer": "3"})
     _, first, last = in_session(foreign.VerlTool, Turn("", (call, )), Turn("x"), columns=row)
-    assert first["messages"][0]["content"] == "Error when executing tool: 3" and first["metrics"] == {"wrong_calls": 1}
+    assert first["messages"][0]["content"] == "Error executing tool 'check': 3"
+    assert first["metrics"] == {"wrong_calls": 1}
     assert last["reward"] == 1.0
 
 
@@ -209,6 +213,34 @@ def test_a_tool_of_verl_has_an_instance_of_the_row():
     assert last.done and last.reward == 1.0
 
 
+def test_tools_of_verl_share_what_verl_gives_them(monkeypatch):
+    """Its loop passes ``agent_data``, with the messages so far; a video of an answer is refused and not lost."""
+    seen = []
+
+    async def execute(self, instance_id, parameters, *, agent_data):
+        kept = agent_data.extra_fields.setdefault("kept", [])
+        kept.append(parameters["answer"])
+        seen.append(([message["role"] for message in agent_data.messages], [*agent_data.tool_rewards], [*kept],
+                     agent_data.tools_kwargs["check"]["create_kwargs"]["ground_truth"]))  # yapf: disable
+        return SimpleNamespace(text="", video=["clip.mp4"] * (len(kept) > 1)), 0.5, {}
+
+    monkeypatch.setattr(foreign.VerlTool, "execute", execute)
+    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
+    turns = [Turn("", (ToolCall("check", {"answer": "3"}), ), {"role": "assistant"})] * 2
+    _, _, first, second = play(foreign.VerlTool, *turns, columns=row)
+    assert seen == [(["user", "assistant"], [], ["3"], "3"),
+                    (["user", "assistant", "tool", "assistant"], [0.5], ["3", "3"], "3")]  # yapf: disable
+    assert first.messages[0]["content"] == ""
+    with pytest.raises(UnreadMedia, match="video"):
+        plain_messages(second.messages)
+
+
+def test_a_tool_of_verl_without_a_schema_is_told_where_to_give_one():
+    bare = type("Bare", (foreign.VerlTool, ), {"get_openai_tool_schema": lambda self: None})
+    with pytest.raises(UserError, match=r"Bare of verl .* tools = \[Bare\(config, tool_schema\)\]"):
+        adapter_of(bare)
+
+
 def test_tools_of_verl_in_a_list_are_tools(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"import sys\nsys.path.append({str(ROOT)!r})\nfrom lightrft.tests.support import "
@@ -223,6 +255,17 @@ def test_an_interaction_of_verl_answers_as_a_user():
     _, opened, first, last = play(foreign.VerlInteraction, Turn("4"), Turn("3"), columns=row)
     assert opened is None and first.messages == "Wrong, after 2 messages." and first.metrics == {"asked": 1.0}
     assert (first.reward, first.done, last.reward, last.done) == (0.0, False, 1.0, True)
+
+
+def test_an_interaction_of_verl_may_keep_the_end_of_its_base_class(monkeypatch):
+    """Which takes no instance."""
+
+    async def finalize_interaction(self):
+        self.truths.clear()
+
+    monkeypatch.setattr(foreign.VerlInteraction, "finalize_interaction", finalize_interaction)
+    *_, last = play(foreign.VerlInteraction, Turn("3"), columns={"extra_info": {"interaction_kwargs": {}}})
+    assert not last.done
 
 
 def test_a_gym_of_ms_swift():
