@@ -36,13 +36,38 @@ class Call:
     sent: float = field(default_factory=time.monotonic)
 
 
+class Closes:
+    """Calls of ``close()`` that are under way; the first one that fails is logged."""
+
+    def __init__(self) -> None:
+        self._pending, self._warned = set["Future[Answer]"](), False
+
+    def add(self, closing: "Future[Answer]") -> None:
+        """Keep a call until it has ended."""
+        self._pending.add(closing)
+        closing.add_done_callback(self._ended)
+
+    def wait(self) -> None:
+        """Wait a while for all."""
+        wait([*self._pending], _CLOSE_S)
+
+    def _ended(self, closing: "Future[Answer]") -> None:
+        self._pending.discard(closing)
+        answer = closing.result()
+        if isinstance(answer, Failure) and answer.cause != "worker_died" and not self._warned:
+            self._warned = True
+            logger.warning("close() of an environment failed (%s); further ones are not logged\n%s", answer.cause,
+                           answer.detail)
+
+
 class Worker:
     """One process; a thread of the trainer writes to it, and another one reads."""
 
-    def __init__(self, spec: EnvironmentSpec, limit_s: float) -> None:
+    def __init__(self, spec: EnvironmentSpec, limit_s: float, closes: Closes) -> None:
         self.loaded: "Future[Info]" = Future()
+        self.closes, self._numbers = closes, count()
         self.limit_s, self.calls = limit_s, dict[int, Call]()
-        self.sessions, self.hung, self.retired = set[int](), set[int](), False
+        self.sessions, self.retired = set[int](), False
         self.started, self.ready_at, self._problem = time.monotonic(), 0.0, ""
         self._lock, self._outbox = threading.Lock(), queue.SimpleQueue[bytes | None]()
         self.process, self._pipe = start_process("lightrft.environments.worker")
@@ -61,13 +86,23 @@ class Worker:
         with self._lock:
             return {call.session for call in self.calls.values()}
 
-    def call(self, number: int, call: Call, message: tuple[Any, ...]) -> None:
-        """Send a call; its future gets the answer, or a failure."""
+    def call(self, kind: str, session: int, *arguments: Any) -> "Future[Answer]":
+        """Send a call; the future gets the answer, or a failure."""
+        future, number = Future[Answer](), next(self._numbers)
         with self._lock:
-            self.calls[number] = call
-        self.send(message)
+            self.calls[number] = Call(future, session)
+        self.send((kind, number, session, *arguments))
         if self.process.returncode is not None:
             self._lose(f"the worker process ended with exit code {self.process.returncode}")
+        return future
+
+    def end(self, session: int) -> None:
+        """Close the environment of a session, once. Nobody waits for it."""
+        with self._lock:
+            if session not in self.sessions:
+                return
+            self.sessions.remove(session)
+        self.closes.add(self.call("close", session))
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Let the writing thread send a message."""
@@ -125,12 +160,10 @@ class Worker:
             call = self.calls.pop(number, None)
         if call is None:
             return
-        if isinstance(answer, Failure):
-            self.sessions.discard(call.session)
-            if answer.cause == "timeout":  # its thread may hang for ever
-                self.hung.add(call.session)
-                self.retired = True
         call.future.set_result(answer)
+        if isinstance(answer, Failure) and answer.cause == "timeout":  # its thread may hang for ever
+            self.retired = True
+            self.end(call.session)
 
     def _lose(self, text: str) -> None:
         text = self._problem or text
@@ -138,9 +171,9 @@ class Worker:
             self.loaded.set_exception(UserError(f"the environment: {text} while it was loaded"))
         with self._lock:
             numbers = [*self.calls]
+            self.sessions.clear()
         for number in numbers:
             self._resolve(number, Failure("worker_died", text))
-        self.sessions.clear()
 
 
 class EnvironmentPool:
@@ -155,8 +188,7 @@ class EnvironmentPool:
         self.spec, self.count, self.limit_s = spec, workers, limit_s
         self._workers: list[Worker] = []
         self._homes: dict[int, Worker] = {}
-        self._closing, self._warned = set["Future[Answer]"](), False
-        self._numbers, self._closed = count(), threading.Event()
+        self._sessions, self._closes, self._closed = count(), Closes(), threading.Event()
         weakref.finalize(self, _end, self._workers, self._closed)
         self.info = self._first()
         threading.Thread(target=_look, args=(self._workers, self._closed), daemon=True).start()
@@ -168,54 +200,36 @@ class EnvironmentPool:
 
     def reset(self, task: Task, seed: int) -> "tuple[int, Future[Answer]]":
         """Begin a session; return its number, and the messages that come first."""
-        session = next(self._numbers)
+        session = next(self._sessions)
         worker = self._homes[session] = self._freest()
         worker.sessions.add(session)
-        return session, self._called(worker, "reset", session, task, seed)
+        return session, worker.call("reset", session, task, seed)
 
     def step(self, session: int, turn: Turn) -> "Future[Answer]":
         """Pass a turn to its session."""
-        return self._called(self._homes[session], "step", session, turn)
+        return self._homes[session].call("step", session, turn)
 
     def cut_short(self, session: int) -> "Future[Answer]":
         """Tell a session that its response ends without its last answer."""
-        return self._called(self._homes[session], "cut_short", session)
+        return self._homes[session].call("cut_short", session)
 
     def close(self, session: int) -> None:
-        """End a session, and close its environment unless that hangs. Nobody waits for it."""
+        """End a session, and close its environment. Nobody waits for it."""
         worker = self._homes.pop(session, None)
-        if worker is None:
-            return
-        worker.sessions.discard(session)
-        if session not in worker.hung:
-            closing = self._called(worker, "close", session)
-            self._closing.add(closing)
-            closing.add_done_callback(self._ended)
+        if worker is not None:
+            worker.end(session)
 
     def shutdown(self) -> None:
         """Close the sessions that are open, wait a while for all that close, and kill the workers."""
         for session, worker in [*self._homes.items()]:
             if session not in worker.busy:
                 self.close(session)
-        wait([*self._closing], _CLOSE_S)
+        self._closes.wait()
         _end(self._workers, self._closed)
-
-    def _ended(self, closing: "Future[Answer]") -> None:
-        self._closing.discard(closing)
-        answer = closing.result()
-        if isinstance(answer, Failure) and answer.cause != "worker_died" and not self._warned:
-            self._warned = True
-            logger.warning("close() of an environment failed (%s); further ones are not logged\n%s", answer.cause,
-                           answer.detail)
-
-    def _called(self, worker: Worker, kind: str, session: int, *arguments: Any) -> "Future[Answer]":
-        future, number = Future[Answer](), next(self._numbers)
-        worker.call(number, Call(future, session), (kind, number, session, *arguments))
-        return future
 
     def _first(self) -> Info:
         """Start the first worker, and return what it tells about the environment."""
-        self._workers.append(Worker(self.spec, self.limit_s))
+        self._workers.append(Worker(self.spec, self.limit_s, self._closes))
         try:
             return self._workers[0].loaded.result(LOAD_LIMIT_S)
         except TimeoutError:
@@ -236,7 +250,7 @@ class EnvironmentPool:
     def _another(self, spare: bool) -> list[Worker]:
         """Start a worker; with ``spare``, others run, which take its sessions where the system gives no process."""
         try:
-            self._workers.append(Worker(self.spec, self.limit_s))
+            self._workers.append(Worker(self.spec, self.limit_s, self._closes))
         except NoProcessError as error:
             if not spare:
                 raise

@@ -37,7 +37,8 @@ class Session:
     """Environment of one response; methods that are not ``async`` run in a thread of its own."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
-        self.factory, self.inner, self._thread = factory, None, ThreadPoolExecutor(1, "environment")
+        self.factory, self.inner, self._thread = factory, None, _thread()
+        self.late = False  # a call took too long; its thread may hang
 
     async def reset(self, task: Task, seed: int) -> dict[str, Any]:
         """Make the environment and begin."""
@@ -52,9 +53,14 @@ class Session:
         """End a response without its last answer; an environment without such a method has nothing to say."""
         return await self._step("cut_short") if hasattr(self.inner, "cut_short") else plain(Step())
 
-    async def close(self) -> dict[str, Any]:
-        """Close the environment, if it has such a method."""
+    async def close(self, patience_s: float = 0.0) -> dict[str, Any]:
+        """Close the environment, if it has such a method. A call that took too long may end first, within
+        ``patience_s``; if it hangs, this is what may end it, so it is closed beside it, in another thread."""
         if hasattr(self.inner, "close"):
+            if self.late and not (await asyncio.wait({asyncio.ensure_future(self._in_thread(int))},
+                                                     timeout=patience_s))[0]:
+                self.forget()
+                self._thread = _thread()
             await self._call("close")
         return plain(Step())
 
@@ -83,6 +89,10 @@ class Session:
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, interop.without_stop, function,
                                                                 *arguments)
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "environment")
 
 
 def plain(step: Step) -> dict[str, Any]:
@@ -151,7 +161,10 @@ class Server:
         if kind == "reset":
             self.sessions[number] = Session(self.factory)
         session = self.sessions[number]
+        if kind == "close":
+            rest = [self.limit_s / 2]
         answer = await self._within_limit(_answered(getattr(session, kind), rest))
+        session.late = answer is None
         late = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
         if kind == "close":
             self.sessions.pop(number).forget()

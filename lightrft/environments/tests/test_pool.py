@@ -1,10 +1,12 @@
 """Workers of environments: sessions stay in theirs, and a call that hangs, raises, dies or floods costs its response
 alone."""
+import asyncio
 import gc
 import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +15,7 @@ from lightrft.environments import pool as pool_module
 from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Turn
 from lightrft.environments.loading import load
 from lightrft.environments.pool import EnvironmentPool
+from lightrft.environments.worker import Session
 from lightrft.tests.support import environments
 from lightrft.tests.support.processes import alive, wait_until
 from lightrft.utils.errors import UserError
@@ -151,7 +154,8 @@ def test_a_worker_that_the_system_does_not_start(caplog):
 
 
 def test_a_further_worker_that_hangs_and_environments_that_are_open_at_the_end(tmp_path, monkeypatch, caplog):
-    """The first costs its responses, with the reason; the others are closed, and a close() that raises is told once."""
+    """The first costs its responses, with the reason; the others are closed, and a close() that raises is told once.
+    One whose method hangs is closed before its response is."""
     file = tmp_path / "mine.py"
     file.write_text("from lightrft.tests.support.environments import Locked\n\n\nclass Mine(Locked):\n    pass\n")
     monkeypatch.setenv("LOCKED", str(tmp_path))
@@ -161,13 +165,51 @@ def test_a_further_worker_that_hangs_and_environments_that_are_open_at_the_end(t
     assert answer.result(20).messages == []
     assert lost.result(20) == Failure("worker_died", "the environment was not loaded within 1 s")
     monkeypatch.setattr(mine, "count", 1)
-    others = [mine.reset(Task("u", "text"), seed) for seed in (1, 3, 4)]
+    others = [mine.reset(Task("u", "text"), seed) for seed in (1, 3, 4, 5)]
     assert all(answer.result(20).messages == [] for _, answer in others)
-    for session in (first, second, others[0][0]):
+    assert step(mine, others[-1][0], "hang").cause == "timeout"
+    assert wait_until((tmp_path / "closed").exists)
+    for session in (first, second, others[0][0], others[-1][0]):
         mine.close(session)
     mine.shutdown()
-    assert sorted((tmp_path / "closed").read_text().split()) == ["0", "3", "4"]
+    assert sorted((tmp_path / "closed").read_text().split()) == ["0", "3", "4", "5"]
     assert caplog.text.count("close() of an environment failed (exception)") == 1 and "stuck" in caplog.text
+
+
+@pytest.mark.parametrize("patience_s, order", [(30.0, ["step", "close"]), (0.0, ["close", "step"])])
+def test_close_comes_behind_a_method_that_ends_and_beside_one_that_hangs(patience_s, order):
+    happened, entered, left = [], threading.Event(), threading.Event()
+
+    class Slow:
+
+        def reset(self, prompt, seed):
+            """Begin."""
+
+        def step(self, turn):
+            entered.set()
+            left.wait()
+            happened.append("step")
+
+        def close(self):
+            happened.append("close")
+            left.set()
+
+    async def played():
+        session = Session(Slow)
+        await session.reset(Task("u", "text"), 1)
+        call = asyncio.create_task(session.step(Turn("a")))
+        await asyncio.to_thread(entered.wait)
+        call.cancel()
+        session.late = True
+        closing = asyncio.create_task(session.close(patience_s))
+        await asyncio.sleep(0.05)
+        if patience_s:
+            left.set()
+        await closing
+        session.forget()
+
+    asyncio.run(played())
+    assert wait_until(lambda: happened == order)
 
 
 DECK = "class Deck:\n    def reset(self): pass\n    def draw(self, n): pass\n"

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
 from contextlib import suppress
@@ -142,12 +143,15 @@ class Locked:
         time.sleep(600)
 
     def reset(self, prompt, seed):
-        self.seed = seed
+        self.seed, self.released = seed, threading.Event()
 
     def step(self, turn):
+        if turn.text == "hang":
+            self.released.wait()
         return Step("go on")
 
     def close(self):
+        self.released.set()
         if self.seed == 1:
             raise ValueError("stuck")
         time.sleep(0.2)
