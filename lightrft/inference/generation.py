@@ -15,7 +15,7 @@ from lightrft.inference.media_columns import MediaColumns
 from lightrft.inference.row_files import Row, RowFiles
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import turns_of
-from lightrft.trainer.samples import decode, reward_input, sample_seed
+from lightrft.trainer.samples import decode, judged, reward_input, sample_seed
 from lightrft.trainer.scores import trajectory
 from lightrft.types import Episode, Prompt
 from lightrft.utils.play import Play
@@ -146,7 +146,7 @@ class BatchGenerator:
             for samples in finished.groups:
                 decode(self.tokenizer, samples, self.sampling.stop_token_ids)
                 writer.add(samples[0].group_id, [self.row(sample) for sample in samples],
-                           [reward_input(sample.prompt, sample.text, sample.play) for sample in samples])
+                           [judged(sample) for sample in samples])
             return bool(finished.groups) and stop_requested()
 
         with turns_of(self.environment, self.tokenizer, episodes, self.sampling.max_new_tokens) as (turns, hears_cuts):

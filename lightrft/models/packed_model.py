@@ -65,6 +65,7 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, exp: Experience, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states of the ``tokens`` (int64 [N], on the host; None: all), [N, H]."""
+        exp = exp.branches
         share = self.share_prompts and self._continues and not (self.training and self._drops)
         found = forward_row(exp, share, rope.choices(self.hf_model, exp.lens) if self._by_length else ())
         row, index = found

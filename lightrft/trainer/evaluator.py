@@ -14,7 +14,7 @@ from lightrft.rollout.engine import RolloutEngine, SamplingParams
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.environment import AnyEnvironment
 from lightrft.trainer.play_metrics import play_metrics
-from lightrft.trainer.samples import respond, reward_input, sample_seed, stop_token_ids
+from lightrft.trainer.samples import judged, respond, sample_seed, stop_token_ids
 from lightrft.types import Episode, Prompt
 from lightrft.utils.logging import warn_of_all
 from lightrft.utils.score import Score
@@ -73,7 +73,7 @@ class Evaluator:
         """Return ``eval/<source>/...``, ``eval/all/...`` of all ranks, and the first answers to the first prompts."""
         mine = self.strategy.mesh.engines.of(list(enumerate(self.prompts)))
         samples = self._generate(mine)
-        scores = self.rewards.score([reward_input(sample.prompt, sample.text, sample.play) for sample in samples])
+        scores = self.rewards.score([judged(sample) for sample in samples])
         for sample, score in zip(samples, scores):
             sample.score = score
         local = [

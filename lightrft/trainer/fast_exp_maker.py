@@ -26,7 +26,7 @@ from lightrft.trainer.metric_sums import number_metrics, response_metrics
 from lightrft.trainer.overlapped_passes import OverlappedPasses
 from lightrft.trainer.batch_plan import BatchPlan, MicroBatchLimits
 from lightrft.trainer.play_metrics import play_metrics
-from lightrft.trainer.samples import decode, group_seeds, respond, reward_input, sampling_params
+from lightrft.trainer.samples import decode, group_seeds, judged, respond, sampling_params
 from lightrft.trainer.scores import fill_rewards, step_rewards, take_scores
 from lightrft.trainer.shards import BatchRanks, Shards
 from lightrft.types import Batch, by_group, Episode, MediaSource, Prompt, unfinished
@@ -72,8 +72,7 @@ class RewardListener:
 
     def arrived(self, samples: list[Episode]) -> None:
         """Begin to score the samples."""
-        self.rewards.begin([(self.handles[sample.group_id], sample.index,
-                             reward_input(sample.prompt, sample.text, sample.play)) for sample in samples])
+        self.rewards.begin([(self.handles[sample.group_id], sample.index, judged(sample)) for sample in samples])
 
     def finished(self, group: int) -> None:
         """Score what waits for the whole group."""
@@ -108,9 +107,9 @@ class GreedyBaseline:
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         groups = by_group(samples)
-        prompts = [(number, group[0].prompt) for number, group in groups.items()]
+        prompts = [(number, group[0].joined.prompt) for number, group in groups.items()]
         greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params, "greedy")
-        handle = self.rewards.submit([reward_input(episode.prompt, episode.text, episode.play) for episode in greedy])
+        handle = self.rewards.submit([judged(episode) for episode in greedy])
 
         def wait() -> None:
             self.rewards.flush()

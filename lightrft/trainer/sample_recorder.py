@@ -48,7 +48,8 @@ class Response:
 
     def row(self, texts: "TokenTexts", limit: int) -> dict[str, Any]:
         """Return the record of the response, with at most ``limit`` tokens, half of them from its end."""
-        episode, token_ids = self.episode, self.episode.response_ids
+        episode = self.episode.joined
+        token_ids = episode.response_ids
         size, before, score = len(token_ids), episode.prompt.token_ids[-1], episode.score or Score(None)
         logprobs = [logprob if segment.drawn else None for segment in episode.segments for logprob in segment.logprobs]
         half = limit // 2 if size > limit else size
@@ -79,10 +80,10 @@ def _turns(episode: Episode, kept: list[int]) -> dict[str, Any]:
     if episode.play is None:
         return {}
     play, place = episode.play, {at + episode.prompt_len: i for i, at in enumerate(kept)}
-    roles = [
-        ", ".join(dict.fromkeys(message["role"] for message in run))
-        for drawn, run in groupby(play.messages, lambda message: message["role"] == "assistant") if not drawn
-    ]
+    behind: list[list[str]] = [[]]  # roles of what was written behind each turn; none where it is a rewritten history
+    for message in play.messages:
+        behind.append([]) if message["role"] == "assistant" else behind[-1].append(message["role"])
+    roles = [", ".join(dict.fromkeys(each)) or "rewritten" for each in behind[1:]]
     given = [(start, stop) for drawn, start, stop in episode.runs if not drawn]
     shown = [([place[at] for at in range(*run) if at in place], role) for run, role in zip(given, roles)]
     facts = {"turns": play.turns, "calls": play.calls, "wait_s": round(play.wait_s, 3),
@@ -175,7 +176,7 @@ class SampleRecorder:
         limit, groups = TOKENS // max(len(responses), 1), []
         for _, members in groupby(responses, key=lambda response: response.episode.group_id):
             group = list(members)
-            prompt = group[0].episode.prompt
+            prompt = group[0].episode.joined.prompt
             rows = [response.row(self.texts, limit) | self._media_of(response.episode) for response in group]
             groups.append({"uid": prompt.uid, "prompt": shorten(prompt.text, CHARACTERS),
                            "reference": prompt.reference, "samples": rows,
@@ -185,9 +186,9 @@ class SampleRecorder:
     def _media_of(self, episode: Episode) -> dict[str, Any]:
         """Return the first pictures that an environment has shown in a response; those of ``reset`` are in the prompt.
         """
-        if self.media is None or not episode.shown:
+        if self.media is None or not (shown := episode.joined.shown):
             return {}
-        known = [*map(self.media.show, episode.shown[:THUMBNAILS])]  # of another rank, perhaps
+        known = [*map(self.media.show, shown[:THUMBNAILS])]  # of another rank, perhaps
         return {"media": [self._shown(one.key) for one in known]}
 
     def _shown(self, key: str) -> str:

@@ -56,20 +56,26 @@ def reward_input(prompt: Prompt, response: str, play: Play | None = None) -> Rew
                        prompt.reference, prompt.columns, prompt.media, prompt.template_kwargs, play=play)
 
 
+def judged(episode: Episode) -> RewardInput:
+    """Build the input of a reward from an episode with a text; of one that forks, with the prompt of the first branch.
+    """
+    return reward_input(episode.joined.prompt, episode.text, episode.play)
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],
            stop: tuple[int, ...] = ()) -> list[Episode]:  # yapf: disable
     """Set the text of finished responses, and of several turns without a record the turns. Special tokens and ``stop``
     tokens stay; only the end token goes."""
     finished, kept = list(episodes), set(stop) - {tokenizer.eos_token_id}
     bodies = []
-    for episode in finished:
+    for episode in (each.joined for each in finished):
         ids = episode.response_ids
         ends = _ends(tokenizer, ids, episode.finish_reason == "stop", kept)
         bodies.append((episode.prompt.token_ids, ids[:-1] if ends else ids))
     for episode, text in zip(finished, decode_behind(tokenizer, bodies)):
-        episode.text = text
-        if episode.play is None and episode.drawn_len < episode.response_len:
-            episode.play = Play(_turns(tokenizer, episode, kept))
+        episode.text, whole = text, episode.joined
+        if episode.play is None and whole.drawn_len < whole.response_len:
+            episode.play = Play(_turns(tokenizer, whole, kept))
     return finished
 
 

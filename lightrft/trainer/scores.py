@@ -24,7 +24,7 @@ Columns = dict[str, Tensor]  # [B] each, by name; scores are float64, and NaN st
 
 def log_row(episode: Episode) -> dict[str, Any]:
     """Return the row of the log: the response, its score, and what else this run has of it."""
-    prompt, score = episode.prompt, episode.score or Score(None)
+    prompt, score = episode.joined.prompt, episode.score or Score(None)
     row = {"group_id": episode.group_id, "index": episode.index, "reward": score.total, "parts": score.parts,
            "weights": score.weights, "error": score.error, "finish_reason": episode.finish_reason, "uid": prompt.uid,
            "prompt": prompt.text, "response": episode.text, "reference": prompt.reference}  # yapf: disable
@@ -43,7 +43,7 @@ def trajectory(episode: Episode) -> dict[str, Any]:
     facts = {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s, "ended": play.failure or play.limit,
              "metrics": play.metrics}  # yapf: disable
     tools = episode.prompt.template_kwargs.get("tools")
-    return {"messages": _chat(episode, play), **({"tools": tools} if tools else {}),
+    return {"messages": _chat(episode.joined, play), **({"tools": tools} if tools else {}),
             "environment": {name: value for name, value in facts.items() if value}}  # yapf: disable
 
 
@@ -181,6 +181,7 @@ def _greedy_metrics(group_ids: Tensor, greedy: Tensor) -> dict[str, float]:
 def on_tokens(sample: Episode, steps: Steps, tokenizer: PreTrainedTokenizerBase) -> Steps:
     """Move step ends from characters of the answer, a prefill and the turns of the policy, to the tokens of the
     sequence that write the last one."""
+    sample = sample.joined
     turns = [(start, stop) for drawn, start, stop in sample.runs if drawn] if steps else []
     if not turns:
         return []

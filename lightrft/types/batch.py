@@ -1,6 +1,6 @@
 """The batch of the trainer: sequences packed into one row of tokens, with declared fields."""
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
@@ -37,6 +37,9 @@ class Batch:
     chosen, so nothing is ever shifted; both are 0 where undefined. Masks are bool, True = keep. A field is a tensor of
     the declared axis and type, or None where the run does not have it. ``extra`` holds the numbers that are declared by
     :func:`lightrft.types.fields.number`, by name.
+
+    A sequence is a whole episode, so that every statistic counts episodes: one that forks has its branches one after
+    another. Only forward passes tell them apart (:attr:`branches`).
 
     ``ranks`` are those that hold the sequences of the batch. By default all are here. In the rollout batch as
     advantages and token selections read it, [T] fields and ``cu_seqlens`` describe the sequences of this rank, and [B]
@@ -80,6 +83,8 @@ class Batch:
     prompt_lens: list[int] | None = _declare("list", packed=True)
     media_spans: list[tuple[MediaSpan, ...]] | None = _declare("list", packed=True)  # behind prompts; None: there none
     shown: list[tuple[Shown, ...]] | None = _declare("list", packed=True)  # by environments, among ``media``
+    # start and stop, in its sequence, of each prompt behind which an episode goes on (:attr:`Episode.forks`)
+    forks: list[tuple[tuple[int, int], ...]] | None = _declare("list", packed=True)
     extra: dict[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = HERE
     before: ClassVar[list[int] | None] = None  # no sequence continues another
@@ -96,10 +101,10 @@ class Batch:
     @classmethod
     def of(cls, responses: Sequence[Episode]) -> "Batch":
         """Pack responses on the CPU, with the fields and the numbers that they have."""
-        responses = [response.joined for response in responses]
-        lens = [response.num_tokens for response in responses]
-        check_declared(name for response in responses for name in response.extra)
-        extra = {name: NUMBERS.get(name).pack_numbers(name, responses, lens) for name in NUMBERS}
+        wholes = [response.joined for response in responses]
+        lens = [whole.num_tokens for whole in wholes]
+        check_declared(name for whole in wholes for name in whole.extra)
+        extra = {name: NUMBERS.get(name).pack_numbers(name, wholes, lens) for name in NUMBERS}
         return cls(cu_seqlens=_boundaries(lens), extra=extra, **pack_responses(cls.declared(), responses))
 
     @classmethod
@@ -165,6 +170,19 @@ class Batch:
         return {"media": [tuple(key for span in some for key in span.keys) for some in spans],
                 "prompt_lens": [some[0].stop for some in spans],
                 "media_spans": [tuple(some[1:]) for some in spans]}  # yapf: disable
+
+    @property
+    def branches(self) -> "Batch":
+        """The same row of tokens as forward passes read it: each branch of an episode that forks is a sequence there,
+        which sees no other. Of the samples, the sequences of this batch, nothing is left then."""
+        host = self.host
+        if not any(host.forks or ()):
+            return self
+        cut = [branch for length, spans, forks in zip(host.lens, host.spans, host.forks or ())
+               for branch in _branches(length, spans, forks)]  # yapf: disable
+        apart = Batch(host.token_ids, _boundaries(length for length, _ in cut), host.loss_mask,
+                      weight_versions=host.weight_versions, **Batch.with_spans([spans for _, spans in cut]))
+        return apart.to(self.token_ids.device)
 
     @property
     def positions(self) -> Tensor:
@@ -256,6 +274,17 @@ class Batch:
 
 def _boundaries(lens: Iterable[int]) -> Tensor:
     return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def _branches(length: int, spans: list[MediaSpan], forks: tuple[tuple[int, int],
+                                                                ...]) -> Iterator[tuple[int, list[MediaSpan]]]:
+    """Yield the length and the ``spans`` of each branch of a sequence of ``length`` tokens."""
+    prompts, ends = [(0, spans[0].stop), *forks], [*(start for start, _ in forks), length]
+    keys = {span.start: span.keys for span in spans}  # a prompt without media has none
+    for (start, stop), end in zip(prompts, ends):
+        behind = [span for span in spans if stop <= span.start < end]
+        own = [MediaSpan(start, stop, keys.get(start, ())), *behind]
+        yield end - start, [span._replace(start=span.start - start, stop=span.stop - start) for span in own]
 
 
 def _join(name: str, declared: Field, batches: Sequence[Batch], values: list[Any]) -> Any:

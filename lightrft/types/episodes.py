@@ -2,7 +2,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -160,9 +160,22 @@ class TokenSequence:
 
 @dataclass
 class Branch(TokenSequence):
-    """Part of an episode that stands behind one prompt; an episode that never forks has one."""
+    """Part of an episode that stands behind one prompt, drawn with the noise of ``seed``; one that never forks has one.
+    """
     prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
+    seed: int = 0
+
+    @classmethod
+    def load(cls, prompt: Prompt, state: dict[str, Any]) -> "Branch":
+        """Restore a branch from :meth:`state`; ``prompt`` has the row's facts."""
+        asked = state["prompt"] | {"media": tuple(state["prompt"]["media"])}
+        return cls(replace(prompt, **asked), _segments(state), state["seed"])
+
+    def state(self) -> dict[str, Any]:
+        """Return the tokens, and what an environment may have written anew of the prompt, for a checkpoint."""
+        asked = {name: getattr(self.prompt, name) for name in REWRITTEN}
+        return self.tokens_state() | {"prompt": asked, "seed": self.seed}
 
 
 @dataclass
@@ -216,9 +229,7 @@ class Episode(TokenSequence):
         episode = cls(prompt, group_id, index, _segments(state), state["finish_reason"], state.get("text", ""),
                       state.get("extra", {}), seed=state.get("seed", 0),
                       play=Play.load(state.get("play")))  # yapf: disable
-        for branch in state.get("closed", ()):
-            asked = {name: branch[name] for name in REWRITTEN} | {"media": tuple(branch["media"])}
-            episode.closed.append(Branch(replace(prompt, **asked), _segments(branch["response"])))
+        episode.closed = [Branch.load(prompt, branch) for branch in state.get("closed", ())]
         if state.get("score"):
             episode.score, episode.greedy = Score(**state["score"]), state["greedy"] and tuple(state["greedy"])
             episode.steps = [(end, reward) for end, reward in state["steps"]]
@@ -230,9 +241,8 @@ class Episode(TokenSequence):
         return self.tokens_state() | {
             "finish_reason": self.finish_reason, "text": self.text, "extra": self.extra,
             "score": self.score and asdict(self.score), "steps": self.steps, "greedy": self.greedy, "seed": self.seed,
-            "play": self.play and asdict(self.play), "closed": [
-                {name: getattr(branch.prompt, name) for name in REWRITTEN} | {"response": branch.tokens_state()}
-                for branch in self.closed]}  # yapf: disable
+            "play": self.play and asdict(self.play), "closed": [branch.state() for branch in self.closed]
+        }  # yapf: disable
 
     @property
     def key(self) -> Key:
@@ -267,13 +277,13 @@ class Episode(TokenSequence):
     @property
     def branches(self) -> list[Branch]:
         """The sequences of the episode, in the order in which they were drawn."""
-        return [*self.closed, Branch(self.prompt, self.segments)]
+        return [*self.closed, Branch(self.prompt, self.segments, self.seed)]
 
     def fork(self, prompt: Prompt) -> None:
         """Go on behind another ``prompt`` of the same row: what was said so far, rewritten. The noise is another one
         from here on. A branch in which nothing was drawn is dropped: it has nothing to learn from."""
         if any(segment.drawn for segment in self.segments):
-            self.closed.append(Branch(self.prompt, self.segments))
+            self.closed.append(Branch(self.prompt, self.segments, self.seed))
             self.seed = sample_seed(self.seed, "branch", len(self.closed))
         self.prompt, self.segments, self.finish_reason = prompt, [], "abort"
 
@@ -283,9 +293,20 @@ class Episode(TokenSequence):
         tokens in it. Without a fork it is the episode itself."""
         if not self.closed:
             return self
-        first, *later = self.branches
-        segments = [*first.segments, *chain.from_iterable(branch.pieces for branch in later)]
-        return replace(self, prompt=first.prompt, segments=segments, closed=[])
+        return replace(self, prompt=self.closed[0].prompt, segments=self.pieces[1:], closed=[])
+
+    @property
+    def pieces(self) -> list[Segment]:
+        """The prompts, as given tokens with their media, and the segments behind each, of all branches."""
+        if not self.closed:
+            return super().pieces
+        return [*chain.from_iterable(branch.pieces for branch in self.branches)]
+
+    @property
+    def forks(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop in :attr:`joined` of the prompts of all branches but the first."""
+        starts = accumulate(branch.num_tokens for branch in self.closed)
+        return tuple((start, start + branch.prompt_len) for start, branch in zip(starts, self.branches[1:]))
 
     @property
     def offset(self) -> int:
@@ -305,10 +326,11 @@ class Episode(TokenSequence):
 
     def columns(self) -> dict[str, Any]:
         """Return the fields of a batch with a value per sequence that the episode has, by name."""
-        spans, prompts = self.media_spans, self.prompt.media
+        whole = self.joined
+        spans, prompts = whole.media_spans, whole.prompt.media
         media = prompts + tuple(key for span in spans for key in span.keys) if spans else prompts
         return {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated, "media": media,
-                "media_spans": spans, "prompt_lens": self.prompt_len,
+                "media_spans": spans, "prompt_lens": whole.prompt_len, "forks": self.forks if self.closed else (),
                 "shown": () if self.play is None else tuple(self.play.shown)}  # yapf: disable
 
 

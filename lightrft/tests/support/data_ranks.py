@@ -21,10 +21,14 @@ LENGTHS = [3, 9, 4, 4, 7, 1, 12, 2, 5, 6, 8]  # response tokens of the samples, 
 
 
 def sample(number: int) -> Episode:
-    """A scored sample whose tokens tell its number."""
+    """A scored sample whose tokens tell its number; one of them forks."""
     segment = Segment([number + 10] * LENGTHS[number], [-number / 7] * LENGTHS[number], version=number % 3)
-    return Episode(Prompt(str(number // 2), [1, 2], "p"), number // 2, number % 2, [segment], "stop",
+    made = Episode(Prompt(str(number // 2), [1, 2], "p"), number // 2, number % 2, [segment], "stop",
                    score=Score(number / 3 % 1, {"a": number / 3 % 1}, weights={"a": 1.0}))  # yapf: disable
+    if number == 4:
+        made.fork(Prompt("2", [1, 3, 4], "q"))
+        made.add([Segment([14], [-0.5], version=1)], "stop")
+    return made
 
 
 def rollout_of(strategy: StrategyBase) -> tuple[Shards, BatchPlan, dict[str, float]]:

@@ -1,6 +1,7 @@
 """The samples that the report shows, token by token."""
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,20 @@ def test_a_record_says_who_wrote_its_tokens():
     assert row["entropies"] == [0.0, 0.12, None, None, None, 0.62, None, 0.88]
     row = Response(episode, []).row(texts, 4)
     assert (row["cut"], row["given"], row["rewards"]) == ([2, 4], [[2, 3, "environment"]], [[1, 0.5], [3, 2.0]])
+
+
+def test_a_record_of_a_fork_shows_all_branches():
+    """The prompt that an environment wrote anew is a run of its own, with what it told, or "rewritten"."""
+    roles = ["assistant", "assistant", "user", "assistant"]
+    play = Play([{"role": role, "content": ""} for role in roles], rewards=[(3, 0.5), (11, 2.0)])
+    episode = Episode(Prompt("u", [3, 4], ""), 0, 0, score=Score(1.0), play=play)
+    for prompt, ids in (([3, 5, 5], [6, 7]), ([3, 8], [9]), ([], [6])):
+        episode.add([Segment(ids, [-0.5] * len(ids))], "stop")
+        episode.fork(replace(episode.prompt, token_ids=prompt)) if prompt else None
+    row = Response(episode, [2.0] * 9).row(TokenTexts(tiny.tokenizer()), 100)
+    assert row["tokens"] == 9 and row["given"] == [[2, 5, "rewritten"], [6, 8, "user"]]
+    assert row["rewards"] == [[1, 0.5]] and row["advantages"] == 2.0
+    assert [logprob is None for logprob in row["logprobs"]] == [0, 0, 1, 1, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("text", ["naïve 😀 漢字", "  two\n\n", "<|im_end|>x", "é" * 5])

@@ -45,12 +45,20 @@ def calls(monkeypatch):
     declare("unset")
 
 
+FORKED = {2: 1, 6: 5}  # number: tokens of the first branch
+
+
 def sample(number):
-    """A sample whose tokens tell its number."""
-    n = LENGTHS[number]
-    segment = Segment([number + 10] * n, [-number / 10] * n, version=0)
-    return Episode(Prompt(str(number // SIZE), [1, 2], "p"), number // SIZE, number % SIZE, [segment],
-                   "length" if number == 6 else "stop", extra={"calls": number} if number % 3 else {})  # yapf: disable
+    """A sample whose tokens tell its number; two of them fork."""
+    n, first = LENGTHS[number], FORKED.get(number, 0)
+    made = Episode(Prompt(str(number // SIZE), [1, 2], "p"), number // SIZE, number % SIZE,
+                   extra={"calls": number} if number % 3 else {})  # yapf: disable
+    for at, size in enumerate(filter(None, (first, n - first))):
+        if at:
+            made.fork(replace(made.prompt, token_ids=[1, 3, 4]))
+        made.add([Segment([number + 10] * size, [-number / 10] * size, version=0)])
+    made.finish_reason = "length" if number == 6 else "stop"
+    return made
 
 
 def score(number):
@@ -90,6 +98,7 @@ def check(exp, numbers):
     for name, value in vars(expected).items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(vars(exp)[name], value), name
+    assert exp.forks == expected.forks and exp.branches.lens == expected.branches.lens
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
@@ -185,7 +194,7 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
         rollout.shards.fetch(rollout.plan.owned())
         for number in rollout.plan.owned()[strategy.rank]:
             found = rollout.shards.micro_batch([number])
-            assert found.token_ids.tolist() == sample(number).token_ids
+            assert found.token_ids.tolist() == sample(number).joined.token_ids
             assert kl == 0.0 or torch.equal(found.ref_logprobs, found.token_ids / 10.0)
         return before, len(exchanges) - before, rollout.exp.sample_ids.tolist() == mine(strategy)
 
@@ -336,7 +345,7 @@ def test_waiting_groups_are_written_by_one_rank_and_dealt_again(before, after):
 
 def test_checkpoints_of_earlier_versions_are_read():
     """They hold the tokens of groups packed, or the scores apart from the responses."""
-    episodes = [scored(number) for number in range(GROUPS * SIZE)]
+    episodes = [replace(scored(number), closed=[], seed=0) for number in range(GROUPS * SIZE)]  # none forked
     rows = [{
         "group_id": episode.group_id, "index": episode.index, "reward": episode.score.total, "parts":
         episode.score.parts, "weights": episode.score.weights, "error": episode.score.error, "finish_reason":

@@ -1,5 +1,6 @@
 """Rewards of steps: the tokens that they belong to, advantages against plain loops, and a run of the command."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.tests.support.launch import flags
 from lightrft.tests.support.scorers import save_judge
+from lightrft.tests.support.threads import World
 from lightrft.trainer.advantage_calculator import token_rewards
 from lightrft.trainer.samples import reward_input
-from lightrft.trainer.scores import on_tokens
-from lightrft.types import Episode, Experience, Prompt, Segment
+from lightrft.trainer.scores import on_tokens, step_rewards
+from lightrft.types import Batch, Episode, Experience, Prompt, Segment
+from lightrft.utils.play import Play
 
 # prompts of two tokens; the reward of each response token that ends a step; two groups of two
 STEPS = [[None, 0.9, None, 0.2], [0.4], [None, None, 0.7], [0.7, 0.7]]
@@ -108,6 +111,19 @@ def test_the_token_of_a_step_is_the_one_that_writes_its_end():
     prompt, ids = tokenizer.encode("Q:"), tokenizer.convert_tokens_to_ids(["\u2581", "a", "b"])
     sample = Episode(Prompt("0", prompt, "Q:"), 0, 0, [Segment(ids, [])], "stop")
     assert on_tokens(sample, [(2, 0.5), (3, 1.0)], tokenizer) == [(4, 0.5), (5, 1.0)], "the blank is one of two"
+
+
+def test_the_steps_of_a_fork_are_on_the_tokens_of_all_branches():
+    tokenizer, play = tiny.tokenizer(), Play([{"role": "assistant", "content": text} for text in ("né", "ok")])
+    sample = Episode(Prompt("0", [5, 6], ""), 0, 0, [Segment(tokenizer.encode("né"), [0.0] * 3)], play=play)
+    sample.fork(replace(sample.prompt, token_ids=[7, 8, 9]))
+    sample.add([Segment(ids := tokenizer.encode("ok"), [0.0] * len(ids))], "stop")
+    assert on_tokens(sample, [(2, 0.5), (5, 0.25)], tokenizer) == [(4, 0.5), (7 + len(ids), 0.25)]
+    both = [sample, replace(sample, steps=[(4, 0.5), (7 + len(ids), 0.25)])]
+    batch = replace(Batch.of(both), sample_ids=torch.arange(2))
+    found, = World(1).run(lambda strategy: step_rewards(batch, [0, 1], both, strategy))
+    ends = (~found.isnan()).nonzero()[:, 0]
+    assert (ends - batch.lens[0]).tolist() == [4, 7 + len(ids)] and batch.loss_mask[ends].all()
 
 
 def test_rewards_read_a_prefill_in_the_answer():
