@@ -144,7 +144,8 @@ class RL(_Training):
             ``--prompt_data`` takes.
         eval_dataset: held-out prompts, likewise.
         environment: answers the turns of the policy: a class (:class:`lightrft.environments.Environment`, or one of
-            another trainer), or what ``--environment`` takes. Without ``rewards`` its rewards are those of the run.
+            another trainer), a function without arguments that makes an object of one, or what ``--environment``
+            takes. Without ``rewards`` its rewards are those of the run.
         tools: functions that the policy may call, one or several, in place of an environment.
         plugins: Python files, or names of modules, to import, one or several, as for ``--plugin``.
         options: every option of ``lightrft train --help all``, by name.
@@ -156,7 +157,7 @@ class RL(_Training):
 
     def __init__(self, model: str | Path, rewards: Reward | Sequence[Reward] | None = None,
                  train_dataset: Data | None = None, eval_dataset: Data | None = None, *,
-                 environment: str | Path | type | None = None,
+                 environment: str | Path | Callable[[], Any] | None = None,
                  tools: Callable[..., Any] | Sequence[Callable[..., Any]] = (), plugins: Plugins = (),
                  **options: Any) -> None:
         tools = [tools] if callable(tools) else tools
@@ -343,8 +344,8 @@ def _listed(rewards: Reward | Sequence[Reward]) -> Iterable[Reward]:
     return several if isinstance(rewards, Sequence) and not pair else [several]
 
 
-def _environment(environment: str | Path | type | None, tools: Sequence[Callable[...,
-                                                                                 Any]]) -> tuple[str, dict[str, Any]]:
+def _environment(environment: str | Path | Callable[[], Any] | None,
+                 tools: Sequence[Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
     """Return the entry of ``--environment``, and the objects of this program that it names."""
     if environment is not None and tools:
         raise UserError("environment and tools: an environment has its own tools; give one of the two")
@@ -355,9 +356,11 @@ def _environment(environment: str | Path | type | None, tools: Sequence[Callable
         if wrong is not None:
             raise UserError(f"tools: {wrong!r} is no function")
         return "tools of this program", {"tools of this program": [*tools]}
-    if not inspect.isclass(environment):
-        raise UserError(f"environment: {environment!r} is no class; one object of it is made for each response")
-    return f"environment {environment.__name__}", {f"environment {environment.__name__}": environment}
+    if not callable(environment):
+        raise UserError(f"environment: {environment!r} is no class; one object of it is made for each response. Give "
+                        "its class, or a function that makes it")
+    name = f"environment {getattr(environment, '__name__', 'of a partial')}"
+    return name, {name: environment}
 
 
 def _selected(rewards: Iterable[Reward]) -> tuple[list[str], dict[str, Callable[..., Any]]]:

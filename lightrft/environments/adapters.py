@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from lightrft.environments.base import Info, Message, Step, Task, ToolCall, Turn
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
-from lightrft.environments.interop import called, closed, MadePerRow, number, numbers, parameters, row_of, taken
+from lightrft.environments.interop import (called, closed, dataclass_in_hint, MadePerRow, number, numbers, parameters,
+                                            row_of, taken)
 from lightrft.environments.tools import Answered, told, ToolBox, ToolEnvironment
 from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlTools
 from lightrft.utils.errors import CaptureException, UserError
@@ -115,11 +116,13 @@ class AgentInstance:
         self.inner, self.observation = inner, ""
         self.label: Any = None
 
-    async def reset(self, prompt: Task, seed: int) -> None:
-        """Begin with the text of the prompt; the marks of its template are there already."""
+    async def reset(self, prompt: Task, seed: int) -> Step | None:
+        """Begin with the text of the prompt, which has the marks of its template; another observation takes its place.
+        """
         self.label = prompt.label if prompt.reference is None else prompt.reference
         states = await called(self.inner.reset, {"observation": prompt.text, "label": self.label})
         self.observation = (states or {}).get("observation", prompt.text)
+        return None if self.observation == prompt.text else Step(text=self.observation)
 
     async def step(self, turn: Turn) -> Step:
         """Pass the action; the feedback is appended as it is, and its marks of pictures stand for those of
@@ -137,21 +140,31 @@ class AgentInstance:
 class GymText(MadePerRow):
     """SkyRL-Gym: ``init(prompt) -> (messages, info)``, ``step(text)`` returns observations, reward, done and metadata.
 
-    A constructor may take ``env_config``, and ``extras``: the row, with ``reward_spec.ground_truth``.
+    A constructor may take ``env_config``: the defaults of the dataclass that its hint names; and ``extras``: the row,
+    with ``reward_spec.ground_truth`` and ``max_turns``. What ``get_metrics()`` gives is that of the whole response.
     """
 
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
         """Make the environment of the row, and return the messages that ``init`` adds to those of the prompt."""
-        extras = {"reward_spec": {"ground_truth": prompt.reference}} | row_of(prompt)
-        self.inner = await called(self.cls, **taken(self.cls, {"env_config": {}, "extras": extras}))
+        extras = {"reward_spec": {"ground_truth": prompt.reference}, "max_turns": prompt.max_turns} | row_of(prompt)
+        config = dataclass_in_hint(self.cls, "env_config")
+        self.inner = await called(self.cls, **taken(self.cls, {"env_config": config(), "extras": extras}))
         messages, _ = await called(self.inner.init, prompt.messages)
         return list(messages)[len(prompt.messages):]
 
     async def step(self, turn: Turn) -> Step:
         """Pass the text of a turn."""
         answer = await called(self.inner.step, turn.text)
-        return Step(list(answer["observations"]), number(answer.get("reward")), bool(answer["done"]),
+        step = Step(list(answer["observations"]), number(answer.get("reward")), bool(answer["done"]),
                     numbers(answer.get("metadata")))  # yapf: disable
+        if step.done or turn.last:
+            step.metrics |= (await self.cut_short()).metrics
+        return step
+
+    async def cut_short(self) -> Step:
+        """Ask for the metrics of the whole response."""
+        asked = getattr(self.inner, "get_metrics", None)
+        return Step(metrics=numbers(await called(asked)) if asked is not None else {})
 
 
 def _wrapped(kind: str, adapter: type, writes_marks: bool = False,

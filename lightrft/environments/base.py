@@ -11,7 +11,8 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Task:
     """Row of the data, as an environment reads it: the fields of :class:`lightrft.types.Prompt` that are no tokens; and
-    ``env_images``, the most pictures that it may show in the response."""
+    of the run ``env_images``, the most pictures that it may show in the response, and ``max_turns``, the most turns of
+    the policy."""
     uid: str
     text: str
     messages: list[Message] = field(default_factory=list)
@@ -20,6 +21,7 @@ class Task:
     reference: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     env_images: int = 0
+    max_turns: int = 1
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ class TextArenaGame:
 
 class SwiftGym(MadePerRow):
     """The Gym of ms-swift: ``reset(config) -> (text, info, system message)``, ``step(messages) -> (text, reward, done,
-    info)``. ``config`` has ``messages`` and ``data_dict``, and the constructor takes ``extra_info.env_config``."""
+    info)``. ``config`` has ``messages`` and ``data_dict``: the row, whose ``env_config`` the constructor takes, or that
+    of its ``extra_info``."""
 
     def __init__(self, cls: Callable[..., Any]) -> None:
         super().__init__(cls)
@@ -96,8 +97,9 @@ class SwiftGym(MadePerRow):
 
     async def reset(self, prompt: Task, seed: int) -> list[Message]:
         """Make the environment of the row; its messages follow those of the prompt."""
-        self.inner = await called(self.cls, extra_info(prompt).get("env_config") or {})
-        text, _, system = await called(self.inner.reset, SwiftRequest(prompt.messages, row_of(prompt)))
+        row = row_of(prompt)
+        self.inner = await called(self.cls, row.get("env_config") or extra_info(prompt).get("env_config") or {})
+        text, _, system = await called(self.inner.reset, SwiftRequest(prompt.messages, row))
         opened = [{"role": "system", "content": system}] if system else []
         opened += [{"role": "user", "content": text}] if text else []
         self.messages = [*prompt.messages, *opened]

@@ -3,10 +3,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from lightrft.environments.base import Task
 
@@ -86,6 +88,14 @@ def taken(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, 
     known = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
     return {name: value for name, value in values.items() if takes_all or name in known}
+
+
+def dataclass_in_hint(cls: type, parameter: str) -> Callable[[], Any]:
+    """Return the dataclass that the hint of a constructor's parameter names, alone or among others; else ``dict``."""
+    with suppress(NameError, AttributeError, TypeError):  # a hint that names what is imported for type checkers alone
+        hint = get_type_hints(cls.__init__).get(parameter)  # type: ignore[misc]
+        return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), dict)
+    return dict
 
 
 def extra_info(prompt: Task) -> dict[str, Any]:

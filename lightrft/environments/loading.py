@@ -4,8 +4,9 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from lightrft.environments.adapters import adapter_of, interface_of, is_verl_tool, of_methods, verl_tools
@@ -37,7 +38,7 @@ def load(spec: EnvironmentSpec) -> tuple[Factory, Info]:
     Raises:
         UserError: the file cannot be imported, has no such name, or this has no known interface.
     """
-    made = _unpickled(spec) if spec.pickled else _in_file(Path(spec.path), spec.name)
+    made = _made_class(_unpickled(spec) if spec.pickled else _in_file(Path(spec.path), spec.name))
     if inspect.isclass(made):
         adapter = adapter_of(made)
         if adapter is not None:
@@ -49,6 +50,28 @@ def load(spec: EnvironmentSpec) -> tuple[Factory, Info]:
         box = ToolBox(tools)
         return lambda: ToolEnvironment(box), Info("tools", tuple(box.schemas))
     raise UserError(f"--environment {spec.title}: {made!r} is no environment. Give {EXPECTED}")
+
+
+def _made_class(made: Any) -> Any:
+    """Return a class that has the objects of a factory: of a ``functools.partial``, or of a function without arguments
+    and without the docstring that every tool needs. What is no factory is returned as it is.
+
+    Raises:
+        UserError: the factory raises an error.
+    """
+    if not isinstance(made, (FunctionType, partial)) or inspect.isfunction(made) and made.__doc__:
+        return made
+    with CaptureException() as captured:
+        inspect.signature(made).bind()
+    if captured.cause is not None:
+        return made
+    with CaptureException() as captured:
+        cls = type(made())
+    if captured.cause is not None:
+        raise UserError(f"{made!r} makes environments, and raises:\n{captured.text_below(__file__)}")
+    if interface_of(cls) is None:
+        return made
+    return type(cls.__name__, (cls, ), {"__new__": lambda _: made(), "__init__": lambda _: None})
 
 
 def _unpickled(spec: EnvironmentSpec) -> Any:

@@ -11,9 +11,10 @@ from lightrft.types import Prompt
 from lightrft.utils.play import NO_START, Shown
 
 
-def opened_prompt(prompt: Prompt, answer: Step, form: ChatFormat, pictures: Pictures, most_tokens: int,
+def opened_prompt(prompt: Prompt, answer: Step, form: ChatFormat | None, pictures: Pictures, most_tokens: int,
                   continues: bool) -> "tuple[Prompt, list[Shown]] | Failure":
-    """Return a prompt with the messages of ``reset``, and their pictures; or why it cannot have them.
+    """Return a prompt with the messages of ``reset``, and their pictures, or with its text in place of its own; or why
+    it cannot have them.
 
     Args:
         continues: a first message of the user continues the last one of the prompt.
@@ -24,13 +25,27 @@ def opened_prompt(prompt: Prompt, answer: Step, form: ChatFormat, pictures: Pict
         if len(shown) > pictures.most:
             return Failure(NO_START, f"{where} has {len(shown)} of its pictures, and --env_images is {pictures.most}. "
                            "Raise it, or show fewer")  # yapf: disable
-        opened = _with_messages(prompt, answer, form, pictures, [one.key for one in shown], continues)
+        if answer.text is not None:
+            opened = _with_text(prompt, answer.text, pictures)
+        else:
+            assert form is not None, "texts alone are read without one"
+            opened = _with_messages(prompt, answer, form, pictures, [one.key for one in shown], continues)
     except DataError as error:  # the template or the model's processor refuses them
         return Failure("exception", f"{where}: {error}")
     if (size := len(opened.token_ids)) > most_tokens:
         return Failure(NO_START, f"{where} has {size} tokens, and --prompt_max_len is {most_tokens}. Raise it, or "
                        "shorten the messages")  # yapf: disable
     return opened, shown
+
+
+def _with_text(prompt: Prompt, text: str, pictures: Pictures) -> Prompt:
+    """Return a prompt with another text. That of a chat has all marks, and that of a plain prompt no first token."""
+    encoder = pictures.encoder
+    ids, = encoder.encode_text([text])
+    if prompt.messages:
+        ids, = encoder.tokenizer([text], add_special_tokens=False, verbose=False).input_ids
+    opened, = with_tokens([prompt], [(text, ids)], pictures.store)
+    return opened
 
 
 def _with_messages(prompt: Prompt, answer: Step, form: ChatFormat, pictures: Pictures, keys: Sequence[str],

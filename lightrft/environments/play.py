@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby, takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -210,7 +211,7 @@ class Player:
             episode.prompt = replace(episode.prompt, **asked | media)
         episode.play, episode.segments, prompt = play, [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
-                    prompt.columns, self.pictures.most)  # yapf: disable
+                    prompt.columns, self.pictures.most, self.max_turns)  # yapf: disable
         session, future = self.pool.reset(task, (play.seed ^ _APART) & _SEEDS)
         self._sessions[episode.key] = play, session
         return future
@@ -222,14 +223,14 @@ class Player:
             UserError: they differ within the group, or the prompt is a text.
         """
         begun = [answer for answer in answers if isinstance(answer, Step)]
-        if any(answer.messages != begun[0].messages for answer in begun):
+        if any(_said(answer) != _said(begun[0]) for answer in begun):
             raise UserError(
                 f"--environment {self.pool.spec.title}: reset(prompt, seed) gave different messages for the "
-                f"prompt {group[0].prompt.uid!r} and one seed: {shorten(repr(begun[0].messages), 500)} and others. The "
+                f"prompt {group[0].prompt.uid!r} and one seed: {shorten(repr(_said(begun[0])), 500)} and others. The "
                 "responses to a prompt are compared, so it has to be the same for all; draw with the seed")
         asked = prompt = group[0].prompt
         shown = list[Shown]()
-        if begun and begun[0].messages:
+        if begun and _said(begun[0]):
             opened = self._opened(asked, begun[0])
             if isinstance(opened, Failure):
                 answers = [opened for _ in answers]
@@ -244,7 +245,7 @@ class Player:
                 self.log_once(answer)
 
     def _opened(self, prompt: Prompt, answer: Step) -> "tuple[Prompt, list[Shown]] | Failure":
-        if self.form is None or not prompt.messages:
+        if answer.text is None and (self.form is None or not prompt.messages):
             raise UserError(f"--environment {self.pool.spec.title}: reset() gave messages, and the prompt "
                             f"{prompt.uid!r} is a text; write it as messages, or use --apply_chat_template")
         return opened_prompt(prompt, answer, self.form, self.pictures, self.prompt_max_len,
@@ -298,6 +299,11 @@ def _await(futures: "Iterable[Future[Answer]]") -> None:
     while waiting:
         tick()
         waiting = wait(waiting, _LOOK_S).not_done
+
+
+def _said(answer: Step) -> Any:
+    """Return what ``reset`` says: messages behind those of the prompt, or a text in its place."""
+    return answer.messages if answer.text is None else answer.text
 
 
 _ASKED = ("messages", "text", "token_ids", "media", "unexpanded_ids")

@@ -37,7 +37,8 @@ class VerlToolBox(ToolBox):
 
 
 class VerlTools(ToolEnvironment):
-    """Tools with an instance each for the response, from ``extra_info.tools_kwargs[NAME].create_kwargs`` of the row.
+    """Tools with an instance each for the response, from ``extra_info.tools_kwargs[NAME].create_kwargs`` of the row,
+    where other methods may have keywords too (``execute_kwargs``).
 
     A turn has the sum of the rewards of its calls; the last one has what ``calc_reward`` gives too.
     """
@@ -49,10 +50,9 @@ class VerlTools(ToolEnvironment):
 
     async def reset(self, prompt: Task, seed: int) -> None:
         """Create an instance of each tool."""
-        kwargs = extra_info(prompt).get("tools_kwargs") or {}
-        self.shared = AgentData(str(uuid4()), [*prompt.messages], kwargs)
+        self.shared = AgentData(str(uuid4()), [*prompt.messages], extra_info(prompt).get("tools_kwargs") or {})
         for name, tool in self.objects.items():
-            given = (kwargs.get(name) or {}).get("create_kwargs") or {}
+            given = self._kwargs(name, "create")
             created = await tool.create(str(uuid4()), **taken(tool.create, given | {"create_kwargs": given}))
             self.instances[name] = created[0] if isinstance(created, tuple) else created
 
@@ -69,8 +69,13 @@ class VerlTools(ToolEnvironment):
         """Ask for the rewards at the end."""
         return Step(reward=await self._reward())
 
+    def _kwargs(self, name: str, method: str) -> dict[str, Any]:
+        """Return the keywords that a row has for a method of a tool."""
+        return (self.shared.tools_kwargs.get(name) or {}).get(f"{method}_kwargs") or {}
+
     async def _reward(self) -> float:
-        rewards = [await tool.calc_reward(self.instances[name]) for name, tool in self.objects.items()]
+        rewards = [await tool.calc_reward(self.instances[name], **self._kwargs(name, "calc_reward"))
+                   for name, tool in self.objects.items()]  # yapf: disable
         return sum(number(reward) or 0.0 for reward in rewards)
 
     async def answer(self, call: ToolCall) -> Answered:
@@ -80,22 +85,23 @@ class VerlTools(ToolEnvironment):
             return Answered(f"Error: {problem}", False)
         execute = self.objects[call.name].execute
         with CaptureException() as captured:
-            response, reward, metrics = await execute(self.instances[call.name], call.arguments,
-                                                      **taken(execute, {"agent_data": self.shared}))
+            response, reward, metrics = await execute(
+                self.instances[call.name], call.arguments,
+                **taken(execute, {"agent_data": self.shared}) | self._kwargs(call.name, "execute"))
         if captured.cause is not None:
             return told(captured.cause, f"Error executing tool {call.name!r}: {captured.cause}")
         if reward is not None:
             self.shared.tool_rewards.append(reward)
         text = response if isinstance(response, str) else getattr(response, "text", None) or ""
         shown = [{"type": kind, kind: each} for kind in ("image", "video")
-                 for each in getattr(response, kind, None) or ()]
+                 for each in getattr(response, kind, None) or () if each is not None]
         content = [*shown, {"type": "text", "text": text}] if shown else text
         return Answered(content, True, number(reward), numbers(metrics))
 
     async def close(self) -> None:
         """Release the instances."""
         for name, instance in self.instances.items():
-            await self.objects[name].release(instance)
+            await self.objects[name].release(instance, **self._kwargs(name, "release"))
 
 
 def made(cls: type) -> Any:

@@ -43,7 +43,10 @@ class Session:
     async def reset(self, task: Task, seed: int) -> dict[str, Any]:
         """Make the environment and begin."""
         self.inner = await self._in_thread(self.factory)
-        return {"messages": await self._plain(plain_messages, await self._call("reset", task, seed))}
+        answer = await self._call("reset", task, seed)
+        if isinstance(answer, Step):
+            return await self._plain(plain, only_messages(answer))
+        return {"messages": await self._plain(plain_messages, answer)}
 
     async def step(self, turn: Turn) -> dict[str, Any]:
         """Answer a turn."""
@@ -93,6 +96,17 @@ class Session:
 
 def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "environment")
+
+
+def only_messages(step: Step) -> Step:
+    """Return what an environment says at its start, before any turn has earned something.
+
+    Raises:
+        TypeError: it has a reward, a metric, a picture of a text, or an end.
+    """
+    if step.reward is not None or step.done or step.metrics or step.images:
+        raise TypeError(f"reset() returned {step!r}; before the first turn a Step has messages or a text alone")
+    return step
 
 
 def plain(step: Step) -> dict[str, Any]:

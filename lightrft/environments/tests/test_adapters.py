@@ -4,20 +4,20 @@ import re
 import sqlite3
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from inspect import isawaitable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import pytest
 
 from lightrft.environments import tools
 from lightrft.environments.adapters import adapter_of
-from lightrft.environments.base import EnvironmentSpec, Task, ToolCall, Turn, UnreadMedia
+from lightrft.environments.base import EnvironmentSpec, Step, Task, ToolCall, Turn
 from lightrft.environments.loading import load
-from lightrft.environments.observations import plain_messages
 from lightrft.environments.worker import Session
 from lightrft.tests.support import foreign_environments as foreign
 from lightrft.utils.errors import UserError
@@ -106,21 +106,6 @@ def test_methods_of_an_object_run_one_after_another_in_its_thread_and_their_erro
     assert caplog.text.count("a tool raised an error, which the policy reads") == 1
 
 
-def test_an_error_of_a_tool_of_verl_is_told(monkeypatch):
-    """As verl does."""
-
-    async def execute(self, instance_id, parameters, **kwargs):
-        raise ValueError(parameters["answer"])
-
-    monkeypatch.setattr(foreign.VerlTool, "execute", execute)
-    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
-    call = ToolCall("check", {"answer": "3"})
-    _, first, last = in_session(foreign.VerlTool, Turn("", (call, )), Turn("x"), columns=row)
-    assert first["messages"][0]["content"] == "Error executing tool 'check': 3"
-    assert first["metrics"] == {"wrong_calls": 1}
-    assert last["reward"] == 1.0
-
-
 def in_session(cls, *turns, columns={}):
     """What a session of a worker says to turns, until it is closed."""
 
@@ -191,6 +176,63 @@ def test_a_text_environment():
     assert (first.reward, first.done, last.done, first.metrics) == (0.5, False, True, {"n": 1.0})
 
 
+@dataclass
+class Level:
+    """An environment whose objects need a number."""
+    number: int
+
+    def reset(self, prompt, seed):
+        return f"level {self.number}"
+
+    def step(self, turn):
+        return Step(done=True)
+
+
+class Far:
+    """A class of TRL that needs an address."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def reset(self, **row):
+        return self.url
+
+    def look(self) -> str:
+        """Look."""
+        return self.url
+
+
+def _level():
+    return Level(5)
+
+
+def _broken():
+    raise ValueError("no level")
+
+
+@pytest.mark.parametrize("made, opened", [
+    (partial(Level, 3), "level 3"), (lambda: Level(4), "level 4"), (_level, "level 5"), (partial(Far, "a"), "a"),
+    (partial(Far, url="b"), "b")])  # yapf: disable
+def test_what_makes_an_environment_is_one(made, opened):
+    """A partial or a function, as TRL's ``environment_factory`` may be; a function with a docstring is a tool."""
+    factory, info = load(EnvironmentSpec(name="x", pickled=cloudpickle.dumps(made)))
+    first, second = factory(), factory()
+    task = TASK if info.kind == "environment_factory" else replace(TASK, columns={})
+    answer = first.reset(task, 1)
+    assert first is not second and (asyncio.run(answer) if isawaitable(answer) else answer) == opened
+
+
+def test_a_broken_factory_is_told_and_a_function_for_no_environment_is_a_tool():
+    with pytest.raises(UserError, match="makes environments, and raises:(\n.*)*ValueError: no level"):
+        load(EnvironmentSpec(name="x", pickled=cloudpickle.dumps(_broken)))
+    with pytest.raises(UserError, match="the tool '_nothing'.*has no docstring"):
+        load(EnvironmentSpec(name="x", pickled=cloudpickle.dumps(_nothing)))
+
+
+def _nothing():
+    return "nothing"
+
+
 def test_what_has_no_known_interface():
     assert adapter_of(dict) is None and adapter_of(type("Bare", (), {})) is None
 
@@ -201,76 +243,16 @@ def test_an_environment_of_skyrl_gym_gets_its_row():
     assert info.kind == "skyrl" and opened == [] and (wrong.reward, right.reward, right.done) == (0.0, 1.0, True)
 
 
-def test_a_tool_of_verl_has_an_instance_of_the_row():
-    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
-    turns = [Turn("", (ToolCall("check", {"answer": "3"}), ToolCall("check", {"answer": "4"}))),
-             Turn("", (ToolCall("check", {"answer": 3}), )), Turn("3")]  # yapf: disable
-    info, opened, first, wrong, last = play(foreign.VerlTool, *turns, columns=row)
-    assert opened is None and [tool["function"]["name"] for tool in info.tools] == ["check"]
-    assert [message["content"] for message in first.messages] == ["right: True", "right: False"]
-    assert first.reward == 0.25 and first.metrics == {"wrong_calls": 0, "checked": 2.0}
-    assert wrong.messages[0]["content"].startswith("Error: the argument answer of check is 3")
-    assert last.done and last.reward == 1.0
+def test_a_constructor_of_skyrl_gym_gets_the_defaults_of_its_configuration_and_the_turns_of_the_run():
+    pytest.importorskip("skyrl_gym")
+    environment = adapter_of(foreign.Search).factory()
+    asyncio.run(environment.reset(replace(TASK, max_turns=7), 1))
+    assert (environment.inner.max_turns, environment.inner.tool_group.topk) == (7, 3)
 
 
-def test_tools_of_verl_share_what_verl_gives_them(monkeypatch):
-    """Its loop passes ``agent_data``, with the messages so far; a video of an answer is refused and not lost."""
-    seen = []
-
-    async def execute(self, instance_id, parameters, *, agent_data):
-        kept = agent_data.extra_fields.setdefault("kept", [])
-        kept.append(parameters["answer"])
-        seen.append(([message["role"] for message in agent_data.messages], [*agent_data.tool_rewards], [*kept],
-                     agent_data.tools_kwargs["check"]["create_kwargs"]["ground_truth"]))  # yapf: disable
-        return SimpleNamespace(text="", video=["clip.mp4"] * (len(kept) > 1)), 0.5, {}
-
-    monkeypatch.setattr(foreign.VerlTool, "execute", execute)
-    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3"}}}}}
-    turns = [Turn("", (ToolCall("check", {"answer": "3"}), ), {"role": "assistant"})] * 2
-    _, _, first, second = play(foreign.VerlTool, *turns, columns=row)
-    assert seen == [(["user", "assistant"], [], ["3"], "3"),
-                    (["user", "assistant", "tool", "assistant"], [0.5], ["3", "3"], "3")]  # yapf: disable
-    assert first.messages[0]["content"] == ""
-    with pytest.raises(UnreadMedia, match="video"):
-        plain_messages(second.messages)
-
-
-def test_a_tool_of_verl_without_a_schema_is_told_where_to_give_one():
-    bare = type("Bare", (foreign.VerlTool, ), {"get_openai_tool_schema": lambda self: None})
-    with pytest.raises(UserError, match=r"Bare of verl .* tools = \[Bare\(config, tool_schema\)\]"):
-        adapter_of(bare)
-
-
-def test_tools_of_verl_in_a_list_are_tools(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(f"import sys\nsys.path.append({str(ROOT)!r})\nfrom lightrft.tests.support import "
-                    "foreign_environments\n\n\nclass Check(foreign_environments.VerlTool):\n    pass\n\n\n"
-                    "tools = [Check({}, None)]\n")  # yapf: disable
-    made, info = load(EnvironmentSpec(str(file)))
-    assert info.kind == "verl tools" and made().box.tools.keys() == {"check"}
-
-
-def test_an_interaction_of_verl_answers_as_a_user():
-    row = {"extra_info": {"interaction_kwargs": {"name": "sums", "ground_truth": "3"}}}
-    _, opened, first, last = play(foreign.VerlInteraction, Turn("4"), Turn("3"), columns=row)
-    assert opened is None and first.messages == "Wrong, after 2 messages." and first.metrics == {"asked": 1.0}
-    assert (first.reward, first.done, last.reward, last.done) == (0.0, False, 1.0, True)
-
-
-def test_an_interaction_of_verl_may_keep_the_end_of_its_base_class(monkeypatch):
-    """Which takes no instance."""
-
-    async def finalize_interaction(self):
-        self.truths.clear()
-
-    monkeypatch.setattr(foreign.VerlInteraction, "finalize_interaction", finalize_interaction)
-    *_, last = play(foreign.VerlInteraction, Turn("3"), columns={"extra_info": {"interaction_kwargs": {}}})
-    assert not last.done
-
-
-def test_a_gym_of_ms_swift():
-    _, opened, first, last = play(foreign.SwiftEnv, Turn("4"), Turn("go"),
-                                  columns={"extra_info": {"env_config": {"start": "go"}}})
+@pytest.mark.parametrize("columns", [{"env_config": {"start": "go"}}, {"extra_info": {"env_config": {"start": "go"}}}])
+def test_a_gym_of_ms_swift(columns):
+    _, opened, first, last = play(foreign.SwiftEnv, Turn("4"), Turn("go"), columns=columns)
     assert [message["content"] for message in opened] == ["Play.", "1 message, 3"]
     assert first.messages == '{"messages": 4}' and (first.reward, last.done, first.metrics) == (0.5, True, {"n": 2.0})
 

@@ -70,6 +70,10 @@ def tried(turns, seed):
     return Earned("3" in turns, {"tries": len(turns)})
 
 
+def solved(turns, seed):
+    return Earned(sum({"#### 3": 1.0, "#### 4": 0.2 / TURNS, "4": 0.0}[turn] for turn in turns), {"steps": len(turns)})
+
+
 def guessed(turns, seed):
     """The game itself, as its package plays it."""
     game = foreign.Guess()
@@ -104,6 +108,7 @@ CASES = [
     Case("Agent", [["3"], ["4"]], tried, package="openrlhf", file=str(SUPPORT / "openrlhf_agent.py")),
     Case("Text", [["3"], ["4"]], lambda turns, seed: Earned(0.5 * len(turns), {"n": len(turns)})),
     Case("Problem", [["#### 3"], ["#### 4"]], lambda turns, seed: Earned(turns[0] == "#### 3"), package="skyrl_gym"),
+    Case("Problems", [["#### 3"], ["#### 4"], ["4"]], solved, package="skyrl_gym"),
     Case("VerlTool", [*CHECK, ["done"]], checked, room=52),
     Case("VerlInteraction", [["3"], ["4"], ["5"]], lambda turns, seed: Earned("3" in turns, {"asked": len(turns)})),
     Case("Check", [*CHECK, ["done"]], checked, package="verl.tools.base_tool", file=str(SUPPORT / "verl_tool.py")),
@@ -159,6 +164,8 @@ def test_two_steps(case, tmp_path, seeds, monkeypatch):
         assert line["reward/mean"] == pytest.approx(sum(each.reward for each in earned) / 8)
         assert {turn for turns in drawn for turn in turns} <= {"".join(turn) for turn in case.turns}
     assert all((row["messages"][0]["content"] == "sumdifficulty 2") == (case.name == "Counter") for row in rows), "TRL"
+    assert all(row["prompt"].endswith("assistant\nThink of 3 or 4.\n") == case.name.startswith("Agent")
+               for row in rows), "the observation that OpenRLHF begins with is the prompt"  # yapf: disable
     assert (sum(line["env/no_room"] for line in done.lines) > 0) == (case.room < 600)
     assert any(line["policy/grad_norm"] > 0 for line in done.lines), "no two responses had another reward"
     if case.name in ("tools", "Text"):

@@ -41,7 +41,7 @@ class AgentInstance:
     """An agent of OpenRLHF, whose base class is ``openrlhf.utils.agent.AgentInstanceBase``."""
 
     async def reset(self, states, **kwargs):
-        return {"observation": states["observation"]}
+        return {"observation": states["observation"] + "Think of 3 or 4.\n"}
 
     async def step(self, states, **kwargs):
         done = states["label"] in states["action_text"]
@@ -174,6 +174,14 @@ with suppress(ImportError):
 
 with suppress(ImportError):
     from skyrl_gym.envs.gsm8k.env import GSM8kEnv
+    from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
+    from skyrl_gym.envs.search.env import SearchEnv
 
     class Problem(GSM8kEnv):
         """GSM8K of SkyRL-Gym."""
+
+    class Problems(GSM8kMultiTurnEnv):
+        """GSM8K of SkyRL-Gym in several turns."""
+
+    class Search(SearchEnv):
+        """Search of SkyRL-Gym, whose constructor takes a configuration."""
