@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lightrft.environments.base import Info, Message, Step, Task, ToolCall, Turn
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
 from lightrft.environments.interop import (called, closed, dataclass_in_hint, MadePerRow, number, numbers, parameters,
-                                            row_of, taken)
+                                           row_of, taken)
 from lightrft.environments.tools import Answered, told, ToolBox, ToolEnvironment
 from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlTools
 from lightrft.utils.errors import CaptureException, UserError
