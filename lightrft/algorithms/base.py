@@ -97,9 +97,12 @@ class Correction(Chosen):
                        correction_high=self.high if high is None else high)
 
 
-ADVANTAGES: Registry[Advantage] = Registry("advantage estimator", ALGORITHMS, SYNONYMS["advantage_estimator"])
-POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss", ALGORITHMS, SYNONYMS["policy_loss"])
-CORRECTIONS: Registry[Correction] = Registry("rollout correction", ALGORITHMS, SYNONYMS["rollout_correction"])
+ADVANTAGES: Registry[Advantage] = Registry("advantage estimator", ALGORITHMS, SYNONYMS["advantage_estimator"],
+                                           "advantage(NAME, ...) of lightrft.algorithms.base")
+POLICY_LOSSES: Registry[Surrogate] = Registry("policy loss", ALGORITHMS, SYNONYMS["policy_loss"],
+                                              "policy_loss(NAME, ...) of lightrft.algorithms.base")
+CORRECTIONS: Registry[Correction] = Registry("rollout correction", ALGORITHMS, SYNONYMS["rollout_correction"],
+                                             "correction(NAME, ...) of lightrft.algorithms.base")
 REGISTRIES: dict[str, Registry[Any]] = {  # by the option that names one of the entries
     "advantage_estimator": ADVANTAGES, "policy_loss": POLICY_LOSSES, "rollout_correction": CORRECTIONS
 }

@@ -184,7 +184,8 @@ def chosen_problems(c: Tree, flag: str, registry: Registry[Any]) -> Iterator[str
     """Yield the problem of an unknown entry of a registry, or options that others of its kind read and it does not."""
     chosen, entries = flatten(c)[flag], {name: registry.get(name) for name in registry}
     if chosen not in entries:
-        yield f"--{flag} {chosen}: unknown{nearest_value(flag, chosen, entries)}; known: {', '.join(sorted(entries))}"
+        yield (f"--{flag} {chosen}: unknown{nearest_value(flag, chosen, entries)}; known: "
+               f"{', '.join(sorted(entries))}; the file of another one is named by --plugin")
         return
     readers: dict[str, list[str]] = {}
     for entry, facts in sorted(entries.items()):

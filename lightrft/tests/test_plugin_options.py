@@ -184,6 +184,7 @@ def test_problems_that_the_tree_shows(name, line, message):
 
 
 LINE = "    tilt: float = option(0.5, "
+DECORATOR = '@policy_loss("tilted", skips_zero=True, reads=(), options=TiltedOptions)'
 
 
 @pytest.mark.parametrize("wrong,right,part", [
@@ -197,11 +198,15 @@ LINE = "    tilt: float = option(0.5, "
     ("return -weight", "return return", "my_other_loss.py:28: SyntaxError: invalid syntax; python -c"),
     (LINE, "    tilt = option(0.5, ", "my_other_loss.py:14: TypeError: 'tilt' is a field but has no type annotation"),
     ('"tilted", ', '"ppo", ', "my_other_loss.py:20: ValueError: policy loss 'ppo' is registered twice"),
+    (DECORATOR, '@POLICY_LOSSES.register("tilted_too")',
+     "policy loss 'tilted_too': register the function with @policy_loss(NAME, ...) of lightrft.algorithms.base instead"
+     ),
     (', within="[0, 1]"', "", "TiltedOptions.tilt: a number needs its interval"),
     ("reads=()", "reads=('eps_clp', )", "AlgorithmConfig has no option eps_clp (did you mean eps_clip?)"),
 ])
 def test_a_mistake_of_a_plugin_names_it(wrong, right, part, tmp_path, monkeypatch, capsys):
-    source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace(wrong, right)
+    source = (DOCS / "my_loss.py").read_text(encoding="utf-8").replace(wrong, right).replace(
+        "import policy_loss,", "import policy_loss, POLICY_LOSSES,")
     (tmp_path / "my_other_loss.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     message = error_of(capsys, ["--plugin", "my_other_loss"])

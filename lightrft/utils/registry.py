@@ -27,27 +27,31 @@ class Registry(Generic[T]):
 
     Example::
 
-        ADVANTAGES: Registry[AdvantageFn] = Registry("advantage estimator")
+        ENVIRONMENTS: Registry[Callable[[], Any]] = Registry("environment")
 
-        @ADVANTAGES.register("rloo")
-        def rloo(exp, cfg): ...
+        @ENVIRONMENTS.register("guess")
+        class Guess: ...
     """
 
     def __init__(self, kind: str, elsewhere: Mapping[str, str] | None = None,
-                 synonyms: Mapping[str, str] | None = None) -> None:
+                 synonyms: Mapping[str, str] | None = None, decorator: str = "") -> None:
         """Begin without entries.
 
         Args:
             elsewhere: names of other trainers, and what does the same here.
             synonyms: those that are read as an entry; no entry may have such a name.
+            decorator: what registers a function, because an entry says more than the function: a :class:`Chosen`.
         """
-        self.kind, self.elsewhere, self.synonyms = kind, elsewhere or {}, synonyms or {}
+        self.kind, self.elsewhere, self.synonyms, self.decorator = kind, elsewhere or {}, synonyms or {}, decorator
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Register the decorated object under every name. A name of another object raises ``ValueError``."""
+        """Register the decorated object under every name. A name of another object raises ``ValueError``, a function
+        that has a decorator of its own ``TypeError``."""
 
         def add(entry: T) -> T:
+            if self.decorator and not isinstance(entry, Chosen):
+                raise TypeError(f"{self.kind} {names[0]!r}: register the function with @{self.decorator} instead")
             for name in names:
                 if name in self.synonyms:
                     raise ValueError(f"{self.kind} {name!r} means {self.synonyms[name]!r}; register another name")

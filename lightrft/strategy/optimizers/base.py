@@ -60,7 +60,8 @@ class Optimizer(Chosen):
         return ""
 
 
-OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", remedies("optim"))
+OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", remedies("optim"),
+                                           decorator="optimizer(NAME, ...) of lightrft.strategy.optimizers.base")
 
 
 def optimizer(*names: str, moments: Moments, needs_whole: bool = False, coded: Mapping[str, bool] | None = None,
