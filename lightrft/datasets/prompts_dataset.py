@@ -106,8 +106,9 @@ class PromptsDataset(MixedDataset[Prompt]):
         split: "train" or "eval"; it selects the options that apply.
         media: store for the pictures, videos and sounds of the rows; None: the model takes text only.
         suffix: text at the end of every prompt.
-        scored: whether anything scores the responses, so that missing reference answers are worth a warning.
+        scored: whether anything scores the responses.
         tools: schemas that the chat template shows in every prompt; those of a row win.
+        compared: whether what scores may read reference answers, so that missing ones are worth a warning.
 
     Attributes:
         dropped: prompts left out because they are too long.
@@ -118,9 +119,9 @@ class PromptsDataset(MixedDataset[Prompt]):
 
     def __init__(self, cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt_max_len: int, split: str = "train",
                  media: "MediaStore | None" = None, suffix: str = "", scored: bool = True,
-                 tools: Sequence[dict[str, Any]] = ()) -> None:
+                 tools: Sequence[dict[str, Any]] = (), compared: bool = True) -> None:
         parts, self.probs = load_specs(cfg, split)
-        self._renderer, self._media, self._scored = Renderer(cfg, tokenizer, suffix), media, scored
+        self._renderer, self._media, self._compared = Renderer(cfg, tokenizer, suffix), media, scored and compared
         if tools:  # the renderer has checked those of the option
             kwargs = cfg.chat_template_kwargs | {"tools": [*tools]}
             self._renderer.cfg = replace(cfg, chat_template_kwargs=kwargs)
@@ -150,7 +151,7 @@ class PromptsDataset(MixedDataset[Prompt]):
         self._token_ids += [np.asarray(prompts[i].token_ids, dtype=np.int32) for i in kept]
         self.sizes.append(len(kept))
         self.dropped += before - len(kept)
-        if self._scored and prompts and missing(prompts[0].reference):
+        if self._compared and prompts and missing(prompts[0].reference):
             warn_of_all(no_reference(rows, self._renderer.cfg))
 
     def _encoded(self, rows: Rows, prompts: list[Prompt]) -> tuple[Rows, list[Prompt]]:

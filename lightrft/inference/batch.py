@@ -25,7 +25,7 @@ from lightrft.models.tokenizer import load_tokenizer
 from lightrft.rewards.base import RewardInput
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
-from lightrft.rewards.spec import named_models
+from lightrft.rewards.spec import may_compare, named_models
 from lightrft.rewards.validation import check_references
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
@@ -69,7 +69,8 @@ def _prompts(config: GenerateConfig, model: LoadedModel) -> Sequence[Prompt]:
     """Read the prompts of this run."""
     rl = model.config
     data = PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, media=model.media,
-                          suffix=config.data.wish, scored=bool(config.scoring.score), tools=model.tools)
+                          suffix=config.data.wish, scored=bool(config.scoring.score), tools=model.tools,
+                          compared=may_compare(rl.reward.reward))
     return _of_iteration(config, data)
 
 

@@ -14,6 +14,7 @@ from lightrft.inference.prompts import (check_rewards, check_scored, content_of,
 from lightrft.inference.row_files import Row, RowFiles, write_rows
 from lightrft.rewards.correctness import check_accuracy_part, Correctness
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import may_compare
 from lightrft.strategy.base import StrategyBase
 from lightrft.trainer.hub_files import fetch_once
 from lightrft.trainer.prompt_trial import ReadPrompts
@@ -87,7 +88,7 @@ def plan(config: EvaluateConfig, strategy: StrategyBase, reads: Sequence[ReadPro
 def _prompts(config: EvaluateConfig, model: LoadedModel) -> PromptsDataset:
     rl = model.config
     return PromptsDataset(rl.data, model.tokenizer, rl.rollout.prompt_max_len, "eval", model.media, config.data.wish,
-                          tools=model.tools)
+                          tools=model.tools, compared=may_compare(rl.reward.reward))
 
 
 def _identity(config: EvaluateConfig, prompts: Sequence[Prompt], path: str) -> dict[str, Any]:

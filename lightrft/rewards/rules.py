@@ -152,6 +152,7 @@ FAST: dict[str, Fast] = {
     }.items()
 }  # yapf: disable
 """Parts that the manager tries in its own process first."""
+BARE = {"environment", *FAST} - COMPARING  # parts that read no reference
 
 
 def check_reference(part: str, reference: Any) -> None:

@@ -16,7 +16,7 @@ from lightrft.rewards.base import JudgedRow, Outcome, RewardInput, REWARDS
 from lightrft.rewards.timeouts import GroupBudget
 from lightrft.rewards.workers.pool import WorkerPool
 from lightrft.rewards.remote import RemoteReward
-from lightrft.rewards.rules import environment_score, FAST
+from lightrft.rewards.rules import BARE, environment_score, FAST
 from lightrft.rewards.workers.user_file import check_source, signature_of
 from lightrft.rewards.workers.worker import Spec
 from lightrft.utils.errors import first_line, UserError
@@ -75,6 +75,11 @@ def parse_entry(text: str) -> RewardEntry:
         return RewardEntry(
             Path(file["path"]).stem, weight, str(Path(file["path"]).expanduser().resolve()), file["function"] or "")
     return RewardEntry(match["what"], weight)
+
+
+def may_compare(entries: list[str]) -> bool:
+    """Return whether a part of ``--reward`` may read reference answers; without parts the recipe of a row decides."""
+    return not entries or any(entry.path or entry.name not in BARE for entry in map(parse_entry, entries))
 
 
 def named_part(name: str, pool: WorkerPool) -> RewardPart:

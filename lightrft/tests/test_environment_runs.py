@@ -130,6 +130,7 @@ def test_commands_that_do_not_train(home, tmp_path, monkeypatch, capsys):
     run("train", trained(home, tmp_path, "speak", rollout_batch_size=1, train_batch_size=1), "--dry_run")
     said = capsys.readouterr().out
     assert re.search("environment: a turn '7' is answered with '< .im_end.>.*, reward so far 1\n", said), said
+    assert "environment 3 x 1; total 3\n" in said, said
     assert not (tmp_path / "run").exists() and no_orphans(tmp_path)
 
 

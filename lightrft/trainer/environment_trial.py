@@ -1,5 +1,5 @@
 """Trial of an environment in a dry run: one episode of it, with a stand-in for what the policy draws."""
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from lightrft.datasets.prompt_rows import text_of
@@ -7,12 +7,14 @@ from lightrft.environments.play import Player
 from lightrft.rollout.turns import result_of
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import Play
 
 _SHOWN = 200  # characters of a text
 
 
-def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Iterator[str]:
-    """Play one episode from ``prompt``, whose turns are its reference, and yield a line for each turn.
+def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Generator[str, None, Play]:
+    """Play one episode from ``prompt``, whose turns are its reference, and yield a line for each turn. Return what the
+    environment did in it.
 
     Raises:
         UserError: the environment fails, or its messages cannot be written.
@@ -29,11 +31,13 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Iter
             following = result_of(ask([episode])[0])
             yield _line(episode, text)
             if following is None:
-                return
+                break
             following = Segment.given(following)
             if not 0 < len(following.token_ids) < max_new_tokens - episode.response_len:
-                return
+                break
             episode.give(following)
+    assert episode.play is not None, "its session was open"
+    return episode.play
 
 
 def _opened(episode: Episode) -> Iterator[str]:

@@ -26,6 +26,7 @@ from lightrft.models.architectures import modality_of
 from lightrft.models.config_json import media_kinds, read_config
 from lightrft.models.tokenizer import load_tokenizer, read_chat_template, set_chat_template, TOKENIZER_FILES
 from lightrft.preflight.inputs import is_here
+from lightrft.rewards.spec import may_compare
 from lightrft.rollout.engines import (builder_of, check_family_with_states, check_layers, check_media, check_rope,
                                       check_states)
 from lightrft.trainer.environment_trial import try_environment
@@ -34,6 +35,7 @@ from lightrft.trainer.reward_trial import rendered
 from lightrft.types import Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.hub import is_no_model
+from lightrft.utils.play import Play
 from lightrft.utils.prompt import Message
 
 Found = dict[str, tuple[Rows, Prompt]]  # a row that was read, by its file and number
@@ -44,13 +46,14 @@ USES = {"train": "training", "eval": "evaluation"}  # of the rows of a split
 class ReadPrompts:
     """Prompts of a run that generates, read on trial: the number of rows of each split that are on this machine and
     fit, their prompts, and the tokenizer and the media of these; ``later``: some rows are not on this machine;
-    ``environment``: that of the run, which has played an episode and is over."""
+    ``environment``: that of the run, which has played an episode (``play``) and is over."""
     rows: Counter[str] = field(default_factory=Counter)
     prompts: dict[str, Sequence[Prompt]] = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None
     media: MediaStore | None = None
     later: bool = False
     environment: Player | None = None
+    play: Play | None = None
 
 
 def tokenizer_of(path: str, template: str | None,
@@ -124,7 +127,7 @@ def _played(read: ReadPrompts, max_new_tokens: int) -> Iterator[str]:
     first = next((prompts[0] for prompts in read.prompts.values() if prompts), None)
     try:
         if first is not None:
-            yield from try_environment(read.environment, first, max_new_tokens)
+            read.play = yield from try_environment(read.environment, first, max_new_tokens)
     finally:
         read.environment.shutdown()
 
@@ -154,7 +157,8 @@ def _tokenized(config: Config, split: str, read: ReadPrompts, scored: bool, suff
         return []
     return PromptsDataset(data if complete else replace(local, prompt_data_probs=[]), read.tokenizer,
                           config.rollout.prompt_max_len, split, read.media, suffix, scored,
-                          tools_of(None if read.environment is None else read.environment.pool))
+                          tools_of(None if read.environment is None else read.environment.pool),
+                          may_compare(config.reward.reward))
 
 
 def _check_engine(config: Config, most: Mapping[str, int], cuda: bool) -> None:

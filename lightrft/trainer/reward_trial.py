@@ -13,10 +13,12 @@ from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.validation import check_references, good_answers, nothing_scored, quoted, score_answers
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import Play
 from lightrft.utils.prompt import Message, Prompt
 
-AWAITED = (None, "unreachable", "no_rival", "no_environment")
-"""Scored; the server does not run yet; a judge will compare the answer with others."""
+AWAITED = (None, "unreachable", "no_rival", "no_environment", "no_reward")
+"""Scored; the server does not run yet; a judge will compare the answer with others; the environment was not played, or
+gave no reward yet."""
 EXCUSED = (*AWAITED, "none")
 """The last one: the function declines to judge."""
 
@@ -34,8 +36,9 @@ def rendered(prompt: Prompt, config: Config, tokenizer: Any) -> tuple[str, list[
 
 
 def try_row(rewards: RewardManager, prompt: Prompt, where: str, config: Config,
-            tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Score a stand-in for a response to one row, its reference or nothing; the time is bounded as in a run.
+            tokenizer: PreTrainedTokenizerBase | None, play: Play | None = None) -> str:
+    """Score a stand-in for a response to one row, its reference or nothing, with the turns of ``play``; the time is
+    bounded as in a run.
 
     Raises:
         UserError: it is left unscored for another reason than those of ``EXCUSED``, or a function declines to judge
@@ -43,7 +46,7 @@ def try_row(rewards: RewardManager, prompt: Prompt, where: str, config: Config,
     """
     text, messages = rendered(prompt, config, tokenizer)
     row = RewardInput(text, "", messages, prompt.data_source, prompt.label, prompt.reference, prompt.columns,
-                      prompt.media, config.data.chat_template_kwargs | prompt.template_kwargs)
+                      prompt.media, config.data.chat_template_kwargs | prompt.template_kwargs, play=play)
     check_references(rewards, [row])
     known = not missing(prompt.reference)
     row, score = _first_that_earns(rewards, row, good_answers(rewards, row) if known else [""])

@@ -1,5 +1,6 @@
 """The trainer of a run, built of its options: every part that :class:`PPOTrainer` steps, identically on every rank."""
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightrft.models.vocabulary import check_rows
 from lightrft.rewards.correctness import check_accuracy_part
 from lightrft.rewards.manager import RewardManager
 from lightrft.rewards.placement import ScorerSetup
+from lightrft.rewards.spec import may_compare
 from lightrft.rewards.validation import check_columns, check_references, check_spread, check_turns, probe
 from lightrft.rollout.engine import RolloutEngine
 from lightrft.rollout.engines import get_engine
@@ -56,11 +58,13 @@ def trainer_arguments(config: Config, strategy: StrategyBase, timer: Timer, func
     media = open_media(path, tokenizer, data, strategy)
     pool = open_pool(config.rollout, functions)
     tools = tools_of(pool)
+    read = partial(PromptsDataset, data, tokenizer, limit, media=media, tools=tools,
+                   compared=may_compare(config.reward.reward))  # yapf: disable
     setup = ScorerSetup.of(config, strategy.device, strategy, media)
     return {
         "config": config, "strategy": strategy, "tokenizer": tokenizer, "media": media, "timer": timer,
-        "prompts": PromptsDataset(data, tokenizer, limit, media=media, tools=tools),
-        "eval_prompts": PromptsDataset(data, tokenizer, limit, "eval", media, tools=tools) if config.held_out else [],
+        "prompts": read(),
+        "eval_prompts": read("eval") if config.held_out else [],
         "environment": player_of(pool, config.rollout, tokenizer, path, media),
         "models": build_models(config, strategy, own),
         "rewards": RewardManager(config.reward, functions, setup),

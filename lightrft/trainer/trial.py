@@ -185,7 +185,7 @@ def _try_training(config: Config, context: TrialContext = DEFAULT) -> Iterator[s
     try:
         check_accuracy_part(config.eval.accuracy_part, rewards.part_names())
         for where, prompt in tried.items():
-            yield try_row(rewards, prompt, where, config, read.tokenizer)
+            yield try_row(rewards, prompt, where, config, read.tokenizer, read.play)
         if here:
             complete = fits and not read.later and not lines[:len(lines) - len(beside)]
             rehearse_training(config, read.tokenizer, read.prompts if complete else {}, rewards, read.media,

@@ -42,8 +42,11 @@ def test_a_game_in_fifteen_lines(home, capsys):
             train.main([*words, *flags(TINY)])
         except SystemExit as end:
             assert not end.code
+        said = capsys.readouterr()
+        assert "no row has a reference answer" not in said.err and "unscored" not in said.err, said.err
         if "--dry_run" in words:
-            assert re.search(r"environment: a turn .* is answered with '(Higher|Lower)\.'", capsys.readouterr().out)
+            assert re.search(r"environment: a turn .* is answered with '(Higher|Lower)\.'", said.out)
+            assert re.search(r"rewards: .*: environment 0 x 1; total 0\n", said.out), "the reward of the turns above"
     lines = runs.read_lines(home / "run" / "metrics.jsonl")
     assert len(lines) == 2 and all(1 <= line["env/turns/mean"] <= 4 and line["env/exception"] == 0 for line in lines)
 
