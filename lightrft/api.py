@@ -359,7 +359,7 @@ def _environment(environment: str | Path | Callable[[], Any] | None,
     if not callable(environment):
         raise UserError(f"environment: {environment!r} is no class; one object of it is made for each response. Give "
                         "its class, or a function that makes it")
-    name = f"environment {getattr(environment, '__name__', 'of a partial')}"
+    name = f"{getattr(environment, '__name__', 'a partial')} of this program"
     return name, {name: environment}
 
 
@@ -375,7 +375,8 @@ def _selected(rewards: Iterable[Reward]) -> tuple[list[str], dict[str, Callable[
             entries.append(scorer if weight is None else f"{scorer}={weight:g}")
             continue
         if not callable(scorer):
-            raise UserError(f"rewards: {reward!r} is no name, no function and no pair of one of them and its weight")
+            raise UserError(f"rewards: {reward!r} is no name, no function and no pair of one of them and its weight; "
+                            "for example [\"math\", my_function], or [(\"math\", 0.9), (my_function, 0.1)]")
         title = scorer.__name__ if inspect.isfunction(scorer) else type(scorer).__name__
         word = re.sub(r"\W+", "", title)
         taken = {*functions, *REWARDS, *(entry.partition("=")[0] for entry in entries)}

@@ -126,7 +126,9 @@ _REASONS: dict[str, str] = {
     "everything is written below --save_path":
     "logging_dir default_hdfs_dir",
     "the environment variable LIGHTRFT_LOG_LEVEL has the level":
-    "log_level log_level_replica log_on_each_node debug",
+    "log_level log_level_replica log_on_each_node debug verbose",
+    "the environment variable WANDB_MODE has it":
+    "wandb_mode wandb_offline",
     "a log without a terminal has no bars":
     "disable_tqdm",
     "metrics.jsonl has times, memory and tokens per second of every step":
@@ -152,5 +154,6 @@ NOTHING: dict[str, str] = {name: f"nothing, {reason}" for reason, names in _REAS
 NOTHING |= dict.fromkeys(
     ("tools", "rollout_func", "environment_factory", "max_tool_calling_iterations", "mask_tool_call",
      "multi_turn_scheduler", "multi_turn_enable", "multi_turn_max_turns", "multi_turn_max_assistant_turns",
-     "multi_turn_tool_config_path", "multi_turn_format", "tool_config_path", "agent_template"), _TOOLS)
+     "multi_turn_tool_config_path", "multi_turn_format", "tool_config_path", "agent_template", "env", "env_path",
+     "tool_path", "tools_path", "tool_file", "tools_file"), _TOOLS)
 """Names of other trainers -> why there is no flag here."""

@@ -15,7 +15,7 @@ from lightrft.environments.loading import check_file
 from lightrft.environments.play import Player
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.models.config_json import read_config
-from lightrft.utils.errors import first_line, UserError
+from lightrft.utils.errors import did_you_mean, first_line, meant_path, UserError
 
 
 def spec_of(entry: str, objects: Mapping[str, Any]) -> EnvironmentSpec:
@@ -32,6 +32,10 @@ def spec_of(entry: str, objects: Mapping[str, Any]) -> EnvironmentSpec:
         file = Path(path if path.endswith(".py") else f"{path}.py").expanduser().resolve()
         check_file(file)
         return EnvironmentSpec(str(file), name)
+    if entry not in objects and entry not in ENVIRONMENTS:
+        near = did_you_mean(entry, ENVIRONMENTS) or meant_path(Path(f"{entry}.py"))
+        raise UserError(f"unknown environment {entry!r}{near}; give a file path.py[:name], or a name that a plugin "
+                        "registers")
     made = objects[entry] if entry in objects else ENVIRONMENTS.get(entry)
     try:
         return EnvironmentSpec(name=entry, pickled=cloudpickle.dumps(made))

@@ -14,6 +14,7 @@ import pytest
 from lightrft.environments import pool as pool_module
 from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Turn
 from lightrft.environments.loading import load
+from lightrft.environments.opening import spec_of
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.environments.worker import Session
 from lightrft.tests.support import environments
@@ -232,7 +233,8 @@ def test_a_class_that_helps_is_no_environment(tmp_path):
         load(EnvironmentSpec(name="tools", pickled=b"cbuiltins\ngone\n."))
 
 
-def test_what_is_no_environment_is_told_at_the_start(tmp_path):
+def test_what_is_no_environment_is_told_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"
     two = "class A:\n    def turn(self, p, r): pass\nclass B(A):\n    pass"
     for text, word in (("import no_such_name", "raises while it is imported"), ("x = 1", "0 of its classes are"),
@@ -240,3 +242,5 @@ def test_what_is_no_environment_is_told_at_the_start(tmp_path):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=word):
             EnvironmentPool(EnvironmentSpec(str(file)), 1, LIMIT_S)
+    with pytest.raises(UserError, match=r"unknown environment 'mine' \(did you mean mine.py\?\); give a file path.py"):
+        spec_of("mine", {})
