@@ -33,8 +33,8 @@ class Registry(Generic[T]):
         class Guess: ...
     """
 
-    def __init__(self, kind: str, elsewhere: Mapping[str, str] | None = None,
-                 synonyms: Mapping[str, str] | None = None, decorator: str = "") -> None:
+    def __init__(self, kind: str, elsewhere: Mapping[str, str] | None = None, synonyms: Mapping[str, str] | None = None,
+                 decorator: str = "") -> None:
         """Begin without entries.
 
         Args:
