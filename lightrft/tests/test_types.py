@@ -130,6 +130,10 @@ def test_an_episode_forks_and_its_branches_are_one_response():
     whole = episode.joined
     assert whole.token_ids == [1, 9, 5, 6, 8, 7, 1, 4, 4, 6] and whole.prompt.media == ("image:0", )
     assert whole.runs == [(True, 2, 4), (False, 4, 5), (True, 5, 6), (False, 6, 9), (True, 9, 10)]
+    number("whole", "T", of=lambda response: response.logprobs)
+    number("asked", of=lambda response: response.prompt_len)
+    exp = Batch.of([episode])
+    assert torch.equal(exp.extra["whole"], exp.rollout_logprobs) and exp.extra["asked"].tolist() == [2]
     again = Episode.load(episode.prompt, 3, 0, json.loads(json.dumps(episode.state())))
     assert again == episode and again.joined == whole
 

@@ -31,6 +31,7 @@ def _counts(episodes: Sequence[Episode]) -> tuple[Counter[str], Counter[str], in
     causes["restarts"] = sum(play.restarts for play in plays)
     causes["replays"] = sum(play.replays for play in plays)
     sums = Counter[str]()
+    sums.update({"forks": forks} if (forks := sum(len(episode.closed) for episode in episodes)) else {})
     for play in plays:
         images = {"images": len(play.shown)} if play.shown or "images" in play.metrics else {}
         sums.update(play.metrics | {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s} | images)

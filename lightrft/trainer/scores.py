@@ -1,6 +1,6 @@
 """Scores of episodes: the fields of a batch that they fill, the rewards of steps, and the rows of the log."""
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightrft.datasets.prompt_rows import Message, prefill_of
 from lightrft.datasets.token_texts import decode_behind
 from lightrft.ops.segment import HERE, Ranks
 from lightrft.strategy.base import StrategyBase
-from lightrft.types import Batch, Episode, NUMBERS
+from lightrft.types import Batch, Episode, NUMBERS, Prompt
 from lightrft.types.fields import numbers_of
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import BETWEEN, Play
@@ -42,25 +42,44 @@ def trajectory(episode: Episode) -> dict[str, Any]:
         return {}
     facts = {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s, "ended": play.failure or play.limit,
              "metrics": play.metrics}  # yapf: disable
-    tools = episode.prompt.template_kwargs.get("tools")
-    return {"messages": _chat(episode.joined, play), **({"tools": tools} if tools else {}),
+    tools, turns = episode.prompt.template_kwargs.get("tools"), _turns(episode.joined, play)
+    return {"messages": _chat(episode.joined.prompt, turns), **({"tools": tools} if tools else {}),
+            "branches": _chats(episode, turns) if episode.closed else [],
             "environment": {name: value for name, value in facts.items() if value}}  # yapf: disable
 
 
-def _chat(episode: Episode, play: Play) -> list[Message]:
-    """Return prompt and response as messages. Calls of tools are in ``tool_calls``, ``content`` is the rest of a turn,
-    and turns that the environment has rewarded have a ``reward``."""
-    asked, begun = episode.prompt.messages, prefill_of(episode.prompt.messages)
-    chat = asked[:-1] if begun is not None else [*asked] or [{"role": "user", "content": episode.prompt.text}]
-    rewards, parsed = dict(play.rewards), iter(play.parsed)
+def _turns(episode: Episode, play: Play) -> list[list[Message]]:
+    """Return the turns of the policy, each with what was said behind it. Calls of tools are in ``tool_calls``,
+    ``content`` is the rest of a turn, and turns that the environment has rewarded have a ``reward``."""
+    turns, rewards, parsed = list[list[Message]](), dict(play.rewards), iter(play.parsed)
     ends = iter([stop - 1 for drawn, _, stop in episode.runs if drawn])
-    for turn in play.messages:
-        if turn["role"] == "assistant":
-            turn, reward = next(parsed, turn), rewards.get(next(ends))
-            turn = turn | {"content": (begun or "") + (turn["content"] or "")}
-            turn, begun = turn if reward is None else turn | {"reward": reward}, None
-        chat.append(turn)
-    return chat
+    for message in play.messages:
+        if message["role"] == "assistant":
+            message, reward = next(parsed, message), rewards.get(next(ends))
+            message = message | {"content": message["content"] or ""}
+            turns.append([message if reward is None else message | {"reward": reward}])
+        else:
+            turns[-1].append(message)
+    return turns
+
+
+def _chat(prompt: Prompt, turns: list[list[Message]]) -> list[Message]:
+    """Return a prompt and turns as messages; a prefill at its end is the start of the first one."""
+    begun, said = prefill_of(prompt.messages), [*chain.from_iterable(turns)]
+    if begun is None:
+        return [*(prompt.messages or [{"role": "user", "content": prompt.text}]), *said]
+    said[:1] = [message | {"content": begun + message["content"]} for message in said[:1]]
+    return [*prompt.messages[:-1], *said]
+
+
+def _chats(episode: Episode, turns: list[list[Message]]) -> list[list[Message]]:
+    """Return each branch of an episode as messages; the prompt of the next one has what was said behind the last turn.
+    """
+    chats, rest, (*closed, last) = [], iter(turns), episode.branches
+    for branch in closed:
+        *own, ended = islice(rest, sum(drawn for drawn, *_ in branch.runs))
+        chats.append(_chat(branch.prompt, [*own, ended[:1]]))
+    return [*chats, _chat(last.prompt, [*rest])]
 
 
 def take_scores(episodes: list[Episode], scores: list[Score], tokenizer: PreTrainedTokenizerBase,

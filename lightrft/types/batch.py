@@ -101,10 +101,9 @@ class Batch:
     @classmethod
     def of(cls, responses: Sequence[Episode]) -> "Batch":
         """Pack responses on the CPU, with the fields and the numbers that they have."""
-        wholes = [response.joined for response in responses]
-        lens = [whole.num_tokens for whole in wholes]
-        check_declared(name for whole in wholes for name in whole.extra)
-        extra = {name: NUMBERS.get(name).pack_numbers(name, wholes, lens) for name in NUMBERS}
+        lens = [response.joined.num_tokens for response in responses]
+        check_declared(name for response in responses for name in response.extra)
+        extra = {name: NUMBERS.get(name).pack_numbers(name, responses, lens) for name in NUMBERS}
         return cls(cu_seqlens=_boundaries(lens), extra=extra, **pack_responses(cls.declared(), responses))
 
     @classmethod

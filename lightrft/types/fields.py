@@ -57,7 +57,7 @@ class Field:
         Raises:
             UserError: that is no number of this type, or there are more values than tokens.
         """
-        value, caught = None, CaptureException()
+        response, value, caught = response.joined, None, CaptureException()
         with caught:
             value = self.of(response)
         if (cause := caught.cause) is not None:
@@ -65,7 +65,7 @@ class Field:
                             f"{cause}") from cause
         if value is None:
             return None
-        tokens, numbers = len(response.token_ids), np.asarray(value)
+        tokens, numbers = response.num_tokens, np.asarray(value)
         if numbers.dtype.kind not in "biuf" or numbers.ndim != (self.axis == "T"):
             kind = "a list with a number for each of the last tokens" if self.axis == "T" else "one number"
             raise UserError(f"{_place(name, response)} is {value!r}; set {kind}, or None where there is none")

@@ -320,7 +320,11 @@ def test_numbers_of_an_environment_do_not_count_as_those_of_the_library():
         Play(limit="max_turns", shown=[Shown("image:a", "")] * 3)
     ]
     episodes = [Episode(Prompt("u", [1], ""), 0, i, play=play) for i, play in enumerate(plays)]
+    assert "env/forks/mean" not in play_metrics(episodes, SingleProcessStrategy())
+    episodes[0].add([Segment([2], [-1.0])])
+    episodes[0].fork(Prompt("u", [3], ""))
     metrics = play_metrics(episodes, SingleProcessStrategy())
+    assert metrics["env/forks/mean"] == 0.5
     assert (metrics["env/turns/mean"], metrics["env/max_turns"], metrics["env/timeout"]) == (1, 1, 0)
     assert metrics["env/images/mean"] == 1.5
     assert (metrics["env/responses/mean"], metrics["env/max_turns/mean"], metrics["env/score/mean"]) == (2.5, 3.5, -0.5)

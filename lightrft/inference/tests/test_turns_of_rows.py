@@ -1,7 +1,7 @@
 """Responses of several turns as rows: messages for other tools, and training rows that learn the policy's turns only.
 """
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,23 @@ def test_a_saved_rollout_has_the_turns_as_messages_with_calls_and_rewards():
     assert [turn["content"] for turn in log_row(begun)["messages"]] == ["3+4?", "Well, ", "7", "It is 7."]
     begun.play = None
     assert not {"messages", "tools", "environment"} & log_row(begun).keys(), "a run without an environment"
+
+
+def test_a_fork_has_the_messages_of_each_branch():
+    """What was said behind the last turn of a branch is in the prompt of the next one, as the environment wrote it."""
+    made = episode("It is 7.", 1.0)
+    plain = log_row(made)
+    assert "branches" not in plain
+    call, told, answer = plain["messages"][1:]
+    *before, last = made.segments
+    made.segments, made.play.rewards = before[:1], [(2, 0.25), (6, 1.0)]
+    summary = [*ASKED, {"role": "user", "content": "add said 7"}]
+    made.fork(replace(made.prompt, token_ids=[5, 6, 4], messages=summary))
+    made.add([last], "stop")
+    assert log_row(made)["messages"] == [*ASKED, call, told, answer], "one conversation"
+    assert log_row(made)["branches"] == [[*ASKED, call], [*summary, answer]] and answer["reward"] == 1.0
+    made.segments = []
+    assert made.branches == made.closed, "one that ended before it drew anything is none"
 
 
 def shown(example, tokenizer):
