@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 from lightrft.environments import interop
 from lightrft.environments.base import Step, Task, Turn, UnreadMedia
@@ -29,8 +29,47 @@ from lightrft.utils.errors import CaptureException
 
 MAX_BYTES = 1 << 20  # of one answer without its pictures: the context of a model is smaller
 _THREADS = 256  # of tools that are not async
+_ENDS_S = 1.0  # that a coroutine may take to end when it is cancelled
 _THREAD_FILES = (os.path.dirname(concurrent.futures.__file__), interop.__file__)
-_T = TypeVar("_T")
+
+
+class Lane:
+    """A task that makes the calls of a session, one after another: what a method opens, such as the connection to a
+    server of tools (MCP), another one can close in the same task alone, and context variables last."""
+
+    def __init__(self) -> None:
+        self._calls = asyncio.Queue[tuple[Coroutine[Any, Any, dict[str, Any]], asyncio.Future[dict[str, Any]]] | None]()
+        self._idle, self._task = asyncio.Event(), asyncio.create_task(self._run())
+
+    async def within(self, limit_s: float, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+        """Return what ``work``, which raises nothing, returns; None: it takes too long, and is cancelled."""
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((work, answer))
+        if not (await asyncio.wait({answer}, timeout=limit_s))[0]:
+            self._task.cancel()
+            return None
+        return answer.result()
+
+    async def idle(self, limit_s: float) -> bool:
+        """Wait until no call is under way; False: one is still."""
+        return bool((await asyncio.wait({asyncio.ensure_future(self._idle.wait())}, timeout=limit_s))[0])
+
+    def end(self) -> None:
+        """End the task once it is idle."""
+        self._calls.put_nowait(None)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                call = await self._calls.get()
+            except asyncio.CancelledError:  # by what a method has left open, such as a connection that is lost
+                continue
+            if call is None:
+                return
+            self._idle.clear()
+            work, answer = call
+            answer.set_result(await work)
+            self._idle.set()
 
 
 class Session:
@@ -38,6 +77,7 @@ class Session:
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self.factory, self.inner, self._thread = factory, None, _thread()
+        self.lane = Lane()
         self.late = False  # a call took too long; its thread may hang
 
     async def reset(self, task: Task, seed: int) -> dict[str, Any]:
@@ -62,13 +102,23 @@ class Session:
         if hasattr(self.inner, "close"):
             if self.late and not (await asyncio.wait({asyncio.ensure_future(self._in_thread(int))},
                                                      timeout=patience_s))[0]:
-                self.forget()
+                self._leave_thread()
                 self._thread = _thread()
             await self._call("close")
         return plain(Step())
 
+    async def renew(self) -> None:
+        """Let the next call run beside one that took too long, and that does not end as it is cancelled."""
+        if self.late and not await self.lane.idle(_ENDS_S):
+            self.lane.end()
+            self.lane = Lane()
+
     def forget(self) -> None:
-        """Let the thread end as soon as it is idle."""
+        """Let the thread and the task end as soon as they are idle."""
+        self._leave_thread()
+        self.lane.end()
+
+    def _leave_thread(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self, method: str, *arguments: Any) -> dict[str, Any]:
@@ -177,27 +227,20 @@ class Server:
         session = self.sessions[number]
         if kind == "close":
             rest = [self.limit_s / 2]
-        answer = await self._within_limit(_answered(getattr(session, kind), rest))
+            await session.renew()
+        answer = await session.lane.within(self.limit_s, answered(getattr(session, kind), rest))
         session.late = answer is None
         late = {"failure": "timeout", "detail": f"no answer within {self.limit_s:g} s (--env_timeout_s)"}
         if kind == "close":
             self.sessions.pop(number).forget()
         self._send({"call": call} | (late if answer is None else answer))
 
-    async def _within_limit(self, work: Coroutine[Any, Any, _T]) -> _T | None:
-        """Return what ``work`` returns; None: it takes too long. Its own ``TimeoutError`` is another thing."""
-        task = asyncio.create_task(work)
-        if not (await asyncio.wait({task}, timeout=self.limit_s))[0]:
-            task.cancel()
-            return None
-        return task.result()
-
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(_encoded(message))
 
 
-async def _answered(method: Callable[..., Awaitable[dict[str, Any]]], arguments: Sequence[Any]) -> dict[str, Any]:
+async def answered(method: Callable[..., Awaitable[dict[str, Any]]], arguments: Sequence[Any]) -> dict[str, Any]:
     """Return the answer of a session, or why there is none."""
     with CaptureException() as captured:
         answer = await method(*arguments)

@@ -1,6 +1,7 @@
 """Workers of environments: sessions stay in theirs, and a call that hangs, raises, dies or floods costs its response
 alone."""
 import asyncio
+import contextvars
 import gc
 import os
 import resource
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -16,7 +18,7 @@ from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Tur
 from lightrft.environments.loading import load
 from lightrft.environments.opening import spec_of
 from lightrft.environments.pool import EnvironmentPool
-from lightrft.environments.worker import Session
+from lightrft.environments.worker import answered, Session
 from lightrft.tests.support import environments
 from lightrft.tests.support.processes import alive, wait_until
 from lightrft.utils.errors import UserError
@@ -211,6 +213,48 @@ def test_close_comes_behind_a_method_that_ends_and_beside_one_that_hangs(patienc
 
     asyncio.run(played())
     assert wait_until(lambda: happened == order)
+
+
+NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("NUMBER")
+
+
+class Connected:
+    """Has a connection, as to a server of tools (MCP): only the task that opens it may close it. It may be lost."""
+
+    async def reset(self, prompt, seed):
+        self.task = asyncio.current_task()
+        NUMBER.set(seed)
+
+    async def step(self, turn):
+        assert asyncio.current_task() is self.task
+        if turn.text == "lost":
+            asyncio.get_running_loop().call_later(0.01, self.task.cancel)
+        await asyncio.sleep(60 if turn.text == "hang" else 0)
+        return Step(f"{turn.text} {NUMBER.get()}")
+
+    async def close(self):
+        assert asyncio.current_task() is self.task
+        Connected.closed = True
+
+
+def test_async_methods_of_an_object_share_a_task_and_its_context():
+    """Also behind one that took too long, and where the task is cancelled between two of them."""
+
+    async def played():
+        session = Session(Connected)
+        call = partial(session.lane.within, 5.0)
+        await call(session.reset(Task("u", "text"), 7))
+        answers = [await call(session.step(Turn(text))) for text in ("a", "lost")]
+        await asyncio.sleep(0.1)
+        answers.append(await call(session.step(Turn("b"))))
+        late = await session.lane.within(0.1, answered(session.step, [Turn("hang")]))
+        session.late = True
+        await session.renew()
+        await call(session.close())
+        session.forget()
+        return [answer["messages"][0]["content"] for answer in answers], late
+
+    assert asyncio.run(played()) == (["a 7", "lost 7", "b 7"], None) and Connected.closed
 
 
 DECK = "class Deck:\n    def reset(self): pass\n    def draw(self, n): pass\n"
