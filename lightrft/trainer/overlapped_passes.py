@@ -49,7 +49,7 @@ class PassThread:
         """Add finished samples of this rank; raise the error of a failed pass."""
         self._raise()
         for sample in samples:
-            lens = [each.num_tokens for each in (*self._open, sample)]
+            lens = [each.joined.num_tokens for each in (*self._open, sample)]
             if not self.limits.fit([[i] for i in range(len(lens))], lens):
                 self.flush()
             self._open.append(sample)

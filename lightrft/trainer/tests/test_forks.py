@@ -15,7 +15,8 @@ from lightrft.models.loss import PolicyLoss
 from lightrft.models.packed_model import Critic
 from lightrft.models.shared_prompts import forward_row
 from lightrft.ops.aggregate import aggregate, count, Denominators, MODES
-from lightrft.tests.support import naive_model, tiny
+from lightrft.rollout.scheduler import generate
+from lightrft.tests.support import naive_model, runs, tiny
 from lightrft.tests.support.ragged import ours
 from lightrft.trainer.advantage_calculator import get_advantage_calculator
 from lightrft.trainer.scores import fill_rewards
@@ -115,6 +116,31 @@ def test_a_fork_keeps_the_media_of_each_branch():
     both = Batch.cat([packed(), exp])
     assert both.select([6, 0]).forks == [exp.forks[0], packed().forks[0]]
     assert both.select([6]).branches.spans == exp.branches.spans
+
+
+def test_a_run_learns_from_forks(tmp_path):
+    """The engine goes on with the same episodes behind other prompts; the trainer finds its log-probs in one sequence,
+    also beside the engine, and the gradient of two micro-batches is that of four."""
+    home = runs.write_home(tmp_path)
+    trainer = runs.ready(home, tmp_path / "run", self_test=True, micro_train_batch_size=2, overlap_passes=True,
+                         max_epochs=2)
+    maker, episodes = trainer.maker, [each for number, prompt in enumerate(next(trainer.loader))
+                                      for each in trainer.maker.open(number, prompt, 0)]  # yapf: disable
+    generate(maker.engine, episodes, maker.sampling)
+    forked = episodes[::3]
+    for each in forked:
+        start, *rest = each.prompt.token_ids
+        each.fork(replace(each.prompt, token_ids=[start, *each.response_ids[:3], *rest]))
+    generate(maker.engine, forked, maker.sampling)
+    samples, wait = maker.advance(episodes, 4, set())
+    wait()
+    assert samples == episodes and [len(each.branches) for each in episodes] == [2, 1, 1] * 2 + [2, 1]
+    rollout = maker.complete(episodes, 0)
+    update = trainer.update.run(rollout, 0, 0.0)
+    assert rollout.metrics["rollout/samples"] == 8 == rollout.metrics["rollout/kept_samples"]
+    assert rollout.metrics["rollout/tokens"] == sum(each.drawn_len for each in episodes)
+    assert update["rollout/mismatch/abs_logp_max"] < 2e-5 and update["policy/first_ratio_gap"] == 0.0
+    assert not trainer.update.self_test.due
 
 
 def others(group, at):
