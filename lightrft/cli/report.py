@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.config.cli import exit_on_config_error
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import meant_path, UserError
 from lightrft.utils.report import write_report
 
 PROG = "lightrft report"
@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_config_error(PROG):
         page = write_report(folder)
         if page is None:
-            raise UserError(f"{folder}: no metrics.jsonl with a step is there; give the --save_path of a run")
+            near = "" if folder.exists() else meant_path(folder)
+            raise UserError(f"{folder}: no metrics.jsonl with a step is there{near}; give the --save_path of a run")
     print(page)
 
 

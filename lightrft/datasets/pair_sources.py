@@ -6,6 +6,7 @@ output the assistant's. The names are those of LightRFT.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 from lightrft.datasets.prompt_rows import missing
 from lightrft.datasets.rows import DataError, has_no_file, load_rows, Row, Rows
+from lightrft.utils.errors import UserError
 from lightrft.utils.logging import warn_of_all
 from lightrft.utils.registry import Registry
 
@@ -56,7 +58,7 @@ def load_entry(spec: str, split: str = "train") -> Rows:
     source, path = parse_source(spec)
     if not source:
         return load_rows(spec, split)
-    reader, rows = PAIR_SOURCES.get(source)(), load_rows(path, split)
+    reader, rows = _source(source), load_rows(path, split)
     rows = _joined(reader, rows, source)
     pairs = {i: _read(reader, row, rows.where(i), source) for i, row in enumerate(rows.rows)}
     labelled = {i: pair for i, pair in pairs.items() if pair is not None}
@@ -66,6 +68,15 @@ def load_entry(spec: str, split: str = "train") -> Rows:
         warn_of_all(f"{spec}: {len(rows) - len(labelled)} of {len(rows)} rows do not say which one is better: left out")
     kept = rows.pick(labelled)
     return Rows([*labelled.values()], kept.files, kept.numbers, _media_root(kept, [*labelled.values()]))
+
+
+def _source(name: str) -> PairSource:
+    made = PAIR_SOURCES.get(name)
+    needed = [one.name for one in signature(made).parameters.values() if one.default is one.empty]
+    if needed:
+        raise UserError(f"source of rows {name!r}: what is registered takes {', '.join(needed)}; register a function "
+                        "without arguments, which returns PairSource(read)")
+    return made()
 
 
 def _joined(reader: PairSource, rows: Rows, source: str) -> Rows:

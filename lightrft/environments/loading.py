@@ -98,9 +98,20 @@ def _in_file(path: Path, name: str) -> Any:
         return values["tools"]
     if len(sure or fitting) != 1 or has_tools and not sure:
         raise UserError(f"--environment {path}: {len(sure or fitting)} of its classes are environments "
-                        f"({', '.join(value.__name__ for value in sure or fitting) or 'none'})"
+                        f"({', '.join(value.__name__ for value in sure or fitting) or _without(module)})"
                         f"{', beside the list tools' * has_tools}. Give FILE:NAME, where NAME is {EXPECTED}")
     return (sure or fitting)[0]
+
+
+def _without(module: ModuleType) -> str:
+    """Say what the classes of a file without an environment have, so that a method of another name is seen."""
+    classes = [value for value in _own(module).values() if inspect.isclass(value)]
+    return "; ".join(["none", *(f"{made.__name__} has {', '.join(_methods(made)) or 'no method'}" for made in classes)])
+
+
+def _methods(made: type) -> list[str]:
+    return [f"{name}{inspect.signature(method)}" for name, method in vars(made).items()
+            if inspect.isfunction(method) and not name.startswith("_")]  # yapf: disable
 
 
 def _own(module: ModuleType) -> dict[str, Any]:

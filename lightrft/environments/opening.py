@@ -33,7 +33,7 @@ def spec_of(entry: str, objects: Mapping[str, Any]) -> EnvironmentSpec:
         check_file(file)
         return EnvironmentSpec(str(file), name)
     if entry not in objects and entry not in ENVIRONMENTS:
-        near = did_you_mean(entry, ENVIRONMENTS) or meant_path(Path(f"{entry}.py"))
+        near = did_you_mean(entry, ENVIRONMENTS) or meant_path(Path(entry).with_suffix(".py"))
         raise UserError(f"unknown environment {entry!r}{near}; give a file path.py[:name], or a name that a plugin "
                         "registers")
     made = objects[entry] if entry in objects else ENVIRONMENTS.get(entry)

@@ -23,9 +23,11 @@ def read_config(path: str) -> PretrainedConfig:
     folder = model_folder(path)
     refuse_adapter(path, folder)
     if folder is not None and not (folder / "config.json").is_file():
-        run = (folder / "hf" / "config.json").is_file()
-        raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder. " + (
-            f"Give {folder / 'hf'}, the model of this run" if run else "lightrft export writes one from a checkpoint"))
+        inside = sorted(other.parent for other in folder.glob("*/config.json"))
+        found = [f"Give {one}, the model of this run" for one in inside if one.name == "hf"]
+        found += [f"Give {one}, which has one" for one in inside]
+        raise UserError(f"model path {path!r} has no config.json, so it is no Hugging Face model folder. " +
+                        [*found, "lightrft export writes one from a checkpoint"][0])
     try:
         config = read_pretrained(AutoConfig, path) if folder is None else deepcopy(
             _parsed(folder, (folder / "config.json").read_bytes()))

@@ -70,6 +70,10 @@ def parse_entry(text: str) -> RewardEntry:
     if not math.isfinite(weight):
         raise UserError(
             f"--reward {text!r}: the weight {match['weight']!r} is no number. Remedy: for example {match['what']}=0.5")
+    alone = re.fullmatch(r"(?:(?P<name>[A-Za-z]\w*):)?[\d.]+", match["what"])
+    if alone:
+        example = f"{alone['name'] or 'exact'}=0.5"
+        raise UserError(f"--reward {text!r}: a weight stands behind its part and =. Remedy: for example {example}")
     file = re.fullmatch(r"(?P<path>.+\.py)(?::(?P<function>\w+))?", match["what"])
     if file:
         return RewardEntry(

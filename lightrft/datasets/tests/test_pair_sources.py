@@ -200,11 +200,15 @@ def test_rows_that_are_not_of_the_source_are_refused(tmp_path, capsys):
     assert "1 of 4 rows do not say which one is better" in capsys.readouterr().err
 
 
-def test_entries_and_sources(tmp_path):
+def test_entries_and_sources(tmp_path, monkeypatch):
     """An unknown source lists the known ones, also before a run; other entries stay what they are."""
     with pytest.raises(UserError, match=r"unknown source of rows 'hpdv2' .did you mean hpdv3.*: audio-alpaca, hpdv3"):
         parse_source("hpdv2:some.json")
     assert parse_source("hpdv3:some.json") == ("hpdv3", "some.json")
+    with pytest.raises(UserError, match=r"'bare': what is registered takes row; register a function without arguments"):
+        monkeypatch.setattr(PAIR_SOURCES, "_entries", {"bare": lambda row: row})
+        load_entry("bare:some.json")
+    monkeypatch.undo()
     (tmp_path / "a:b").write_text("")
     for entry in ("some.json", "owner/name@folder", "memory:0123", "s3://a/b", str(tmp_path / "a:b")):
         assert parse_source(entry) == ("", entry)

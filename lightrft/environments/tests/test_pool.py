@@ -280,8 +280,10 @@ def test_a_class_that_helps_is_no_environment(tmp_path):
 def test_what_is_no_environment_is_told_at_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"
+    other = "class A:\n    def restart(self, prompt, seed): pass"
     two = "class A:\n    def turn(self, p, r): pass\nclass B(A):\n    pass"
     for text, word in (("import no_such_name", "raises while it is imported"), ("x = 1", "0 of its classes are"),
+                       (other, r"\(none; A has restart\(self, prompt, seed\)\). Give"),
                        (two, "FILE:NAME")):  # yapf: disable
         file.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=word):

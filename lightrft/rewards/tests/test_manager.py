@@ -80,6 +80,7 @@ def test_reward_entries_replace_the_recipe_with_their_weights(make_manager):
 
 
 @pytest.mark.parametrize("entry, expected", [("exakt", "did you mean exact"), ("exact=much", "is no number"),
+                                             ("exact:0.5", "behind its part and =.*exact=0.5"), ("0.5", "exact=0.5"),
                                              ("exact=nan", "is no number"), ("", "empty"),
                                              ("nowhere.py", "does not exist")])
 def test_unfit_entries_are_refused_at_once(make_manager, entry, expected):
