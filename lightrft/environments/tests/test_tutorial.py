@@ -51,6 +51,22 @@ def test_a_game_in_fifteen_lines(home, capsys):
     assert len(lines) == 2 and all(1 <= line["env/turns/mean"] <= 4 and line["env/exception"] == 0 for line in lines)
 
 
+def test_a_user_that_is_a_model(home, capsys):
+    """The dry run plays an episode with it."""
+    (user, ) = [block for block in blocks("python") if "USER" in block]
+    (home / "user.py").write_text(user, encoding="utf-8")
+    (home / "rows.jsonl").write_text(blocks("json")[0], encoding="utf-8")
+    (home / "USER").symlink_to(home / "MODEL")
+    words = ["--pretrain", "MODEL", "--prompt_data", "rows.jsonl", "--environment", "user.py", "--reward",
+             "environment", "--max_turns", "2", "--env_workers", "1", "--dry_run"]  # yapf: disable
+    with pytest.raises(SystemExit) as end:
+        train.main([*words, *flags(TINY)])
+    said = capsys.readouterr()
+    assert not end.value.code, said.err
+    assert "environment: begins with 'Good evening.'" in said.out
+    assert re.search("a turn '' is answered with '.+', reward so far 0\n", said.out), said.out
+
+
 def test_tools_from_python(monkeypatch, capsys):
     (program, ) = [block for block in blocks("python") if "GRPO" in block]
     exec(compile(program, str(PAGE), "exec"), {"__name__": "__main__"})
