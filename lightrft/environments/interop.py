@@ -63,9 +63,12 @@ class MadePerRow:
 
 
 def number(value: Any) -> float | None:
+    """Return a number as :func:`scalar` does; None is none."""
+    return None if value is None else scalar(value)
+
+
+def scalar(value: Any) -> float:
     """Return a number, also of a tensor with one value or of a list of one."""
-    if value is None:
-        return None
     value = value.item() if hasattr(value, "item") else value
     return float(value[0] if isinstance(value, (list, tuple)) else value)
 

@@ -165,13 +165,15 @@ def plain(step: Step) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: a field has another type, a number is not finite, or a picture cannot be read.
     """
-    reward = None if step.reward is None else float(step.reward)
-    metrics = {str(name): float(value) for name, value in (step.metrics or {}).items()}
+    reward = interop.number(step.reward)
+    metrics = {str(name): interop.scalar(value) for name, value in (step.metrics or {}).items()}
     for name, value in [("the reward", reward), *metrics.items()]:
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{name} is {value}, and must be a finite number")
     if step.text is not None and not isinstance(step.text, str):
         raise TypeError(f"the text of a step is {step.text!r}")
+    if step.text is not None and step.messages:
+        raise ValueError(f"a step has a text and messages: {step.text!r} and {step.messages!r}. Give one of them")
     if step.images and step.text is None and not step.done:
         raise ValueError(f"a step has {len(step.images)} images and no text, whose placeholders they fill. Give it a "
                          "text, or write them as parts of its messages")

@@ -18,7 +18,7 @@ from lightrft.environments import tools
 from lightrft.environments.adapters import adapter_of
 from lightrft.environments.base import EnvironmentSpec, Step, Task, ToolCall, Turn
 from lightrft.environments.loading import load
-from lightrft.environments.worker import Session
+from lightrft.environments.worker import plain, Session
 from lightrft.tests.support import foreign_environments as foreign
 from lightrft.utils.errors import UserError
 
@@ -279,6 +279,14 @@ def test_the_game_of_the_docs(tmp_path):
     exec(compile(code, "environments.md", "exec"), found)
     _, opened, first = play(found["Lake"], Turn("down"))
     assert (opened, first.messages) == ("row 0 column 0", "row 1 column 0")
+
+
+def test_numbers_of_arrays_are_numbers_and_a_text_has_no_messages_beside_it():
+    """Games give rewards as arrays with one value."""
+    step = plain(Step("x", np.array([0.5], np.float32), metrics={"n": np.array([2]), "of": np.bool_(True)}))
+    assert (step["reward"], step["metrics"]) == (0.5, {"n": 2.0, "of": 1.0})
+    with pytest.raises(ValueError, match="a step has a text and messages: 'a' and 'b'"):
+        plain(Step("b", text="a"))
 
 
 def test_a_game_of_textarena():
