@@ -41,7 +41,8 @@ class Asked:
 
     def noted(self) -> Step | None:
         """Note the reward and the metrics of the answer; None: the environment has failed."""
-        play, at, answer = play_of(self.episode), self.episode.num_tokens - 1, self.answer.result()
+        play, answer = play_of(self.episode), self.answer.result()
+        at = self.episode.offset + self.episode.num_tokens - 1
         play.wait_s += time.monotonic() - self.asked
         if isinstance(answer, Failure):
             play.failure = answer.cause
@@ -63,9 +64,9 @@ class PendingAnswer(Asked):
     cut: bool
 
     def result(self) -> "Turn | PendingTurn":
-        """Note what the environment says, and return the tokens that follow the turn; None: the response ends."""
+        """Note what the environment says, and return what follows the turn; None: the response ends."""
         answer = self.noted()
-        if answer is None or answer.done or self.cut or not (answer.messages or answer.text):
+        if answer is None or answer.done or self.cut or not (answer.messages or answer.text or answer.history):
             return None
         try:
             return self.player.following(self, answer)

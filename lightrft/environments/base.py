@@ -70,6 +70,8 @@ class Step:
         metrics: numbers of the turn by name; those of a response are added.
         text: is appended as it is, in place of messages: it has the marks of the template itself.
         images: pictures for which the text has placeholders of the model.
+        history: the whole conversation from now on, in place of all that was said, the messages of the prompt included,
+            and of ``messages``. What the policy drew before stays a part of its response.
     """
     messages: list[Message] | str | None = None
     reward: float | None = None
@@ -77,6 +79,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     text: str | None = None
     images: list[Any] = field(default_factory=list)
+    history: list[Message] | None = None
 
 
 class Environment(Protocol):

@@ -42,7 +42,17 @@ class Pictures:
         Raises:
             UserError: none are expected.
         """
-        found = [*answer.images, *_data_in(answer.messages or [])]
+        return self._made_known([*answer.images, *_data_in(answer.messages or [])])
+
+    def in_messages(self, messages: Iterable[Message]) -> list[Shown]:
+        """Return the pictures of messages, likewise.
+
+        Raises:
+            UserError: none are expected.
+        """
+        return self._made_known([*_data_in(messages)])
+
+    def _made_known(self, found: Sequence[str]) -> list[Shown]:
         if found and not self.most:
             raise UserError("an environment answered with image, and observations are texts without --env_images. Add "
                             "--env_images N, the most pictures in a response, for a model that takes pictures, or let "

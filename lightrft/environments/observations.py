@@ -8,8 +8,10 @@ from lightrft.environments.base import Message, UnreadMedia
 
 MAX_SHOWN_BYTES = 8 << 20  # of the pictures of one answer, in base64
 _PICTURES = ("image", "image_url", "input_image")  # types of parts
+_OF_ROWS = ("image", "video", "audio")  # kinds of media
 _FIELDS = ("role", "name", "tool_call_id")
 _ROLES = ("user", "tool", "system")
+_THOUGHTS = ("reasoning_content", "thinking")
 _BOARD = 8  # side of an array that may be one of numbers
 _CONTENTS = ("bytes", "array", "data", "base64", "image", "path", "url", "image_url", "input_image")
 
@@ -26,26 +28,70 @@ def plain_messages(value: Any) -> list[Message]:
     """
     if value is None or value == "":
         return []
-    listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(
+    listed = _listed([{"role": "user", "content": value}] if isinstance(value, str) else value, _ROLES)
+    return [_plain(each, _content(each["content"])) for each in listed]
+
+
+def plain_history(value: Any) -> list[Message] | None:
+    """Return a whole conversation as :func:`plain_messages` does. It may have turns of the assistant, with their
+    thoughts and calls of tools, and parts of the media of the row as the prompt has them, without content.
+
+    Raises:
+        UnreadMedia, DataError, ValueError, TypeError: as :func:`plain_messages`; or it has no message, or ends with one
+            of the assistant.
+    """
+    if value is None:
+        return None
+    listed = _listed(value, (*_ROLES, "assistant"))
+    if not listed or listed[-1]["role"] == "assistant":
+        raise ValueError("a history has no message, or ends with one of the assistant, whose next turn the policy "
+                         "draws. End it with what the policy answers")
+    return [_plain(each, _content(each["content"], of_row=True)) | _turn_of_policy(each) for each in listed]
+
+
+def _listed(value: Any, roles: Sequence[str]) -> Sequence[Message]:
+    """Return messages whose fields have the right types, and which are of ``roles``."""
+    if not isinstance(value, (list, tuple)) or not all(
             isinstance(each, dict) and isinstance(each.get("role"), str)
             and isinstance(each.get("content"), (str, list)) and isinstance(each.get("name") or "", str)
-            for each in listed):  # yapf: disable
+            for each in value):  # yapf: disable
         raise TypeError(f"messages are {value!r}: expected a text, or a list of dicts with role and content: a text, "
                         "or a list of parts")
-    odd = next((each["role"] for each in listed if each["role"] not in _ROLES), None)
+    odd = next((each["role"] for each in value if each["role"] not in roles), None)
     if odd == "assistant":
-        raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws")
+        raise TypeError("an environment wrote a message of the assistant, whose turns the policy draws. One that "
+                        "changes earlier turns returns Step(history=...), the whole conversation")
     if odd is not None:
         raise TypeError(f"an environment wrote a message of the role {odd!r}, and chat templates have the roles "
                         f"{', '.join(_ROLES[:-1])} and {_ROLES[-1]}. Write one of these")
-    return [{name: each[name] for name in _FIELDS if isinstance(each.get(name), str)}
-            | {"content": _content(each["content"])} for each in listed]  # yapf: disable
+    return value
+
+
+def _plain(message: Message, content: Any) -> Message:
+    return {name: message[name] for name in _FIELDS if isinstance(message.get(name), str)} | {"content": content}
+
+
+def _turn_of_policy(message: Message) -> Message:
+    """Return the thoughts and the calls of a turn of the assistant.
+
+    Raises:
+        TypeError: a call is none.
+    """
+    if message["role"] != "assistant":
+        return {}
+    calls = message.get("tool_calls") or []
+    for call in calls if isinstance(calls, list) else [calls]:
+        made = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(made, dict) or not isinstance(made.get("name"), str):
+            raise TypeError(f"a call of a tool in a history is {call!r}: expected {{'type': 'function', 'function': "
+                            "{'name', 'arguments'}}, as turn.message has it")
+    thoughts = {name: message[name] for name in _THOUGHTS if isinstance(message.get(name), str)}
+    return thoughts | ({"tool_calls": calls} if calls else {})
 
 
 def has_pictures(step: Any) -> bool:
     """Return True if messages, or what :class:`Step` holds, have a picture, which takes a while to encode."""
-    messages = getattr(step, "messages", step)
+    messages = getattr(step, "history", None) or getattr(step, "messages", step)
     contents = [each.get("content") for each in messages
                 if isinstance(each, dict)] if isinstance(messages, (list, tuple)) else []
     return bool(getattr(step, "images", ())) or any(isinstance(content, list) for content in contents)
@@ -80,13 +126,18 @@ def is_frame(value: Any) -> bool:
     return str(getattr(value, "dtype", "")) == "uint8" and len(shape) in (2, 3) and min(shape[:2]) > _BOARD
 
 
-def _content(content: Any) -> Any:
+def _content(content: Any, of_row: bool = False) -> Any:
+    """Return a text, or parts; with ``of_row`` a part without content stands for a medium of the row."""
     if isinstance(content, str):
         return content
-    parts = [*map(_part, content)]
+    parts = [{"type": part["type"]} if of_row and _is_bare(part) else _part(part) for part in content]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
+
+
+def _is_bare(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"type"} and part["type"] in _OF_ROWS
 
 
 def _part(part: Any) -> dict[str, str]:

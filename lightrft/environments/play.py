@@ -21,8 +21,10 @@ from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.media import Pictures
 from lightrft.environments.opened_prompt import opened_prompt
 from lightrft.environments.pool import Answer, EnvironmentPool
-from lightrft.rollout.turns import NextTurn, PendingTurn, Turn
-from lightrft.types import Episode, Key, Prompt, Segment
+from lightrft.environments.rewritten_prompt import news_in, rewritten_prompt
+from lightrft.rollout.turns import Given, NextTurn, PendingTurn, Turn
+from lightrft.types import Branch, Episode, Key, Prompt, Segment
+from lightrft.types.episodes import REWRITTEN
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play, Shown
 from lightrft.utils.trajectory_saver import shorten
@@ -112,12 +114,14 @@ class Player:
         return pending.result() if answer.done() else pending
 
     def following(self, pending: PendingAnswer, answer: Step) -> "Turn | PendingTurn":
-        """Return the tokens of an answer, and of its pictures; without room for these, the last word of its
-        environment."""
+        """Return the tokens of an answer, and of its pictures, or the prompt that takes the place of what was said;
+        without room for these, the last word of its environment."""
         episode, play = pending.episode, play_of(pending.episode)
         if play.turns >= self.max_turns:
             play.limit = "max_turns"
             return None
+        if answer.history:
+            return self._forked(episode, play, answer.history)
         shown = self.pictures.of(answer)
         if len(play.shown) + len(shown) > self.pictures.most:
             play.limit = "no_room"
@@ -130,7 +134,23 @@ class Player:
         play.shown += shown
         return given
 
-    def _given_by(self, episode: Episode, drawn: int, answer: Step, shown: Sequence[Shown]) -> Turn:
+    def _forked(self, episode: Episode, play: Play, history: list[Message]) -> "Turn | PendingTurn":
+        """Return the prompt of the conversation that goes on in place of what was said; without room for it, the last
+        word of its environment."""
+        assert self.form is not None, "an interface of text has no histories"
+        first = episode.branches[0].prompt.media
+        row_media = first if play.asked is None else play.asked.get("media", first)
+        prompt, pictures = rewritten_prompt(episode.prompt, history, row_media, self.form, self.pictures)
+        seen = {one.key for one in play.shown}
+        shown = [*play.shown, *({one.key: one for one in pictures if one.key not in seen}.values())]
+        if len(prompt.token_ids) > self.prompt_max_len or max(len(shown), len(pictures)) > self.pictures.most:
+            play.limit, episode.finish_reason = "no_room", "length"
+            return self._last_word(episode, None)
+        play.messages += news_in(prompt.messages, [*episode.branches[0].prompt.messages, *play.messages])
+        play.shown = shown
+        return prompt
+
+    def _given_by(self, episode: Episode, drawn: int, answer: Step, shown: Sequence[Shown]) -> Given | None:
         """Return what an answer appends behind the last ``drawn`` tokens of an episode."""
         if answer.text is not None:
             return self.pictures.written(answer.text, shown)
@@ -153,12 +173,12 @@ class Player:
     def _open(self, episodes: Sequence[Episode], max_new_tokens: int) -> None:
         """Begin sessions, all at once. Those of episodes from a checkpoint play the turns that these have again; where
         an environment answers otherwise now, its response begins anew."""
-        lost = [(episode, episode.prompt.token_ids, episode.segments) for episode in episodes
-                if episode.play is not None and episode.segments]  # yapf: disable
+        lost = [(episode, episode.branches) for episode in episodes
+                if episode.play is not None and (episode.segments or episode.closed)]  # yapf: disable
         self._begin_all(episodes)
-        again = [(episode, segments) for episode, asked, segments in lost if episode.prompt.token_ids == asked]
+        again = [(episode, branches) for episode, branches in lost if _same(episode.prompt, branches[0].prompt)]
         self._replay(again, max_new_tokens)
-        anew = [episode for episode, _, segments in lost if len(episode.segments) < len(segments)]
+        anew = [episode for episode, branches in lost if _progress(episode.branches) < _progress(branches)]
         for episode in anew:
             play_of(episode).restarts += 1
         self._begin_all(anew)
@@ -171,29 +191,30 @@ class Player:
         for group, futures in zip(groups, resets):
             self._begin(group, [future.result() for future in futures])
 
-    def _replay(self, episodes: Sequence[tuple[Episode, list[Segment]]], max_new_tokens: int) -> None:
-        """Play the turns in ``segments`` again, at once for all episodes. Those whose answers are the same have all
-        segments then."""
-        running = [self._turns_again(episode, segments, max_new_tokens) for episode, segments in episodes]
+    def _replay(self, episodes: Sequence[tuple[Episode, list[Branch]]], max_new_tokens: int) -> None:
+        """Play the turns in ``branches`` again, at once for all episodes. Those whose answers are the same have all
+        branches then."""
+        running = [self._turns_again(episode, branches, max_new_tokens) for episode, branches in episodes]
         while running:
             asked = [next(turns, None) for turns in running]
             _await(pending.answer for pending in asked if pending is not None)
             running = [turns for turns, pending in zip(running, asked) if pending is not None]
 
-    def _turns_again(self, episode: Episode, segments: list[Segment], max_new_tokens: int) -> Iterator[PendingAnswer]:
+    def _turns_again(self, episode: Episode, branches: list[Branch], max_new_tokens: int) -> Iterator[PendingAnswer]:
         """Give an episode its segments; yield the pending answer to each turn, up to one that differs."""
-        for drawn, run in groupby(segments, lambda segment: segment.drawn):
-            same = [*run]
-            if not drawn:
+        for turn in _turns_of(branches):
+            if isinstance(turn, Prompt) or not turn[0].drawn:
                 pending = self._asked(episode, max_new_tokens)
                 if pending is None:
                     return
                 yield pending
-                again = pending.result()
-                if not isinstance(again, (list, Segment)) or [Segment.given(again)] != same:
+                if not _same(pending.result(), turn):
                     return
                 play_of(episode).replays += 1
-            episode.segments += same
+            if isinstance(turn, Prompt):
+                episode.fork(turn)
+            else:
+                episode.segments += turn
 
     def _plays(self, episode: Episode) -> bool:
         """Return True if an episode has a session here; one from a checkpoint or from another rank has none."""
@@ -206,10 +227,11 @@ class Player:
         play = Play(seed=seed)
         if (lost := episode.play) is not None:
             play = Play(seed=lost.seed, restarts=lost.restarts, replays=lost.replays)
-            asked = lost.asked or {}
+            first, asked = episode.branches[0], lost.asked or {}
             media = {"media": tuple(asked["media"])} if "media" in asked else {}  # a list in JSON
-            episode.prompt = replace(episode.prompt, **asked | media)
-        episode.play, episode.segments, prompt = play, [], episode.prompt
+            episode.prompt, episode.seed = replace(first.prompt, **asked | media), first.seed
+            episode.finish_reason = "abort"
+        episode.play, episode.segments, episode.closed, prompt = play, [], [], episode.prompt
         task = Task(prompt.uid, prompt.text, prompt.messages, prompt.data_source, prompt.label, prompt.reference,
                     prompt.columns, self.pictures.most, self.max_turns)  # yapf: disable
         session, future = self.pool.reset(task, (play.seed ^ _APART) & _SEEDS)
@@ -238,7 +260,7 @@ class Player:
                 prompt, shown = opened
         for episode, answer in zip(group, answers):
             if prompt is not asked:
-                play_of(episode).asked = {name: getattr(asked, name) for name in _ASKED}
+                play_of(episode).asked = {name: getattr(asked, name) for name in REWRITTEN}
             episode.prompt, play_of(episode).shown = prompt, [*shown]
             if isinstance(answer, Failure):
                 play_of(episode).failure = answer.cause
@@ -306,9 +328,29 @@ def _said(answer: Step) -> Any:
     return answer.messages if answer.text is None else answer.text
 
 
-_ASKED = ("messages", "text", "token_ids", "media", "unexpanded_ids")
 _APART = 0x5DEECE66D  # the noise of an environment is not that of the policy
 _SEEDS = 0x7FFFFFFF  # 31 bits: generators of numpy and of games in C take no larger seed
+
+
+def _turns_of(branches: Sequence[Branch]) -> "Iterator[Prompt | list[Segment]]":
+    """Yield the turns of a response and of its environment: segments of one source, or the prompt of a branch."""
+    for number, branch in enumerate(branches):
+        if number:
+            yield branch.prompt
+        for _, run in groupby(branch.segments, lambda segment: segment.drawn):
+            yield [*run]
+
+
+def _progress(branches: Sequence[Branch]) -> tuple[int, int]:
+    return len(branches), len(branches[-1].segments)
+
+
+def _same(answer: "Turn | PendingTurn", turn: "Prompt | list[Segment]") -> bool:
+    """Return True if an environment answers with the tokens and media of ``turn``."""
+    if isinstance(turn, Prompt):
+        asked = answer if isinstance(answer, Prompt) else None  # media are a list in JSON
+        return asked is not None and (asked.token_ids, [*asked.media]) == (turn.token_ids, [*turn.media])
+    return isinstance(answer, (list, Segment)) and [Segment.given(answer)] == turn
 
 
 def _drawn_last(episode: Episode) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from lightrft.environments import interop
 from lightrft.environments.base import Step, Task, Turn, UnreadMedia
 from lightrft.environments.loading import load
-from lightrft.environments.observations import check_size, encoded, has_pictures, plain_messages
+from lightrft.environments.observations import check_size, encoded, has_pictures, plain_history, plain_messages
 from lightrft.rewards.workers.event_loop import LOOP_FILES
 from lightrft.rewards.workers.lifetime import die_with, end_group
 from lightrft.rewards.workers.prints import label_prints
@@ -163,7 +163,8 @@ def plain(step: Step) -> dict[str, Any]:
     """Return an answer as plain values.
 
     Raises:
-        TypeError, ValueError: a field has another type, a number is not finite, or a picture cannot be read.
+        TypeError, ValueError: a field has another type, a number is not finite, a picture cannot be read, or there is
+            a history beside messages.
     """
     reward = interop.number(step.reward)
     metrics = {str(name): interop.scalar(value) for name, value in (step.metrics or {}).items()}
@@ -177,8 +178,12 @@ def plain(step: Step) -> dict[str, Any]:
     if step.images and step.text is None and not step.done:
         raise ValueError(f"a step has {len(step.images)} images and no text, whose placeholders they fill. Give it a "
                          "text, or write them as parts of its messages")
+    if step.history is not None and (step.messages or step.text is not None or step.images):
+        raise ValueError("a step has a history and messages beside it. The history is the whole conversation from now "
+                         "on: write the messages at its end")
     return {"messages": plain_messages(step.messages), "reward": reward, "done": bool(step.done), "metrics": metrics,
-            "text": step.text, "images": [*map(encoded, step.images)]}  # yapf: disable
+            "text": step.text, "images": [*map(encoded, step.images)],
+            "history": plain_history(step.history)}  # yapf: disable
 
 
 class Server:
@@ -246,7 +251,7 @@ async def answered(method: Callable[..., Awaitable[dict[str, Any]]], arguments: 
     """Return the answer of a session, or why there is none."""
     with CaptureException() as captured:
         answer = await method(*arguments)
-        shown = check_size(answer["messages"], answer.get("images", ()))
+        shown = check_size([*answer["messages"], *(answer.get("history") or ())], answer.get("images", ()))
         if (size := len(json.dumps(answer)) - shown) > MAX_BYTES:
             raise ValueError(f"the answer has {size} bytes, and at most {MAX_BYTES} are taken")
         return answer

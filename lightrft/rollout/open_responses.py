@@ -80,8 +80,9 @@ class OpenResponse:
 
     @property
     def begins_hot(self) -> bool:
-        """True if the next token is the first one, which has a temperature of its own."""
-        return self.params.first_temperature is not None and not self.episode.segments
+        """True if the next token is the first one, of all branches, which has a temperature of its own."""
+        begun = self.episode.segments or self.episode.closed
+        return self.params.first_temperature is not None and not begun
 
     @property
     def next_params(self) -> SamplingParams:

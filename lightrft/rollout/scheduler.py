@@ -11,8 +11,8 @@ from typing import NamedTuple
 from lightrft.models.vocabulary import check_ids
 from lightrft.rollout.engine import FINISH_REASONS, SamplingParams, SteppedEngine
 from lightrft.rollout.tp_group import all_of_group, share_episodes, share_turns
-from lightrft.rollout.turns import is_there, NextTurn, PendingTurn, Turn, TURNS
-from lightrft.types import Episode, Key, Segment
+from lightrft.rollout.turns import Given, is_there, NextTurn, PendingTurn, Turn, TURNS
+from lightrft.types import Episode, Key, Prompt, Segment
 from lightrft.utils.watchdog import Progress, tick
 
 _IDLE_ROUNDS = 1000  # between two checks that rounds draw tokens
@@ -57,7 +57,8 @@ def generate(engine: SteppedEngine, episodes: Sequence[Episode], params: Samplin
         next_turn: connects tools and environments. It gets the episodes of this rank that have just drawn a stop
             token, and returns the next turn of each, at once or later; meanwhile the others go on. ``max_new_tokens``
             counts given tokens too: a turn after which no token could be drawn is dropped, and the response ends with
-            "length". All ranks pass it, or none does.
+            "length". A prompt as a turn opens another branch of the response, which may have as many tokens again. All
+            ranks pass it, or none does.
         heard: hears of finished episodes, round by round. Once it returns True, this rank needs no further token. As
             soon as no rank needs any and a group is finished, the run ends: unfinished responses stay as they are
             ("abort"), perhaps empty. They can be submitted again.
@@ -293,15 +294,28 @@ class Scheduler:
                 turn.add_done_callback(lambda _: arrived.set())
 
     def _go_on(self, turns: dict[Key, Turn]) -> None:
-        """Resume the responses that have a next turn with room behind it, and end the others."""
-        ended = [key for key, turn in turns.items() if not self._resumes(key, turn)]
-        if waited := [key for key in ended if self.flights[key].run.next_turn is not None]:
+        """Resume the responses that have a next turn with room behind it, fork those that have another prompt, and end
+        the others."""
+        forks = {key: turn for key, turn in sorted(turns.items()) if isinstance(turn, Prompt)}
+        ended = [key for key, turn in turns.items() if not isinstance(turn, Prompt) and not self._resumes(key, turn)]
+        if waited := [key for key in (*ended, *forks) if self.flights[key].run.next_turn is not None]:
             self.engine.abort(waited)
-        for key in ended:
+        for key in (*ended, *self._fork(forks)):
             flight = self.flights.pop(key)
             flight.run.end(key, flight.episode)
 
-    def _resumes(self, key: Key, turn: Turn) -> bool:
+    def _fork(self, prompts: dict[Key, Prompt]) -> list[Key]:
+        """Let responses, which the engine does not know any more, go on behind other prompts; neighbours with the same
+        prompt share it. Return those that nobody waits for, which stay as they are."""
+        for key, prompt in prompts.items():
+            self.flights[key].episode.fork(prompt)
+        for run in dict.fromkeys(self.flights[key].run for key in prompts):
+            if not run.stopped:
+                going = {key: self.flights[key].episode for key in prompts if self.flights[key].run is run}
+                self.engine.submit(going, run.params, waits=True)
+        return [key for key in prompts if self.flights[key].run.stopped]
+
+    def _resumes(self, key: Key, turn: Given | None) -> bool:
         """Give a response its next turn; False if it ends."""
         run, episode, _ = flight = self.flights[key]
         if turn is None:

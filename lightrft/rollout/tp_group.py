@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightrft.rollout.engine import FINISH_REASONS
 from lightrft.rollout.partwise import Part
+from lightrft.rollout.turns import Turn
 from lightrft.strategy.mesh import Mesh
-from lightrft.types import Episode, Key, Prompt, prompt_groups, Segment
+from lightrft.types import Branch, Episode, Key, Prompt, prompt_groups, Segment
 from lightrft.utils.env import World
 from lightrft.utils.errors import UserError
 
@@ -65,17 +66,17 @@ def share_episodes(episodes: Sequence[Episode],
 def _record(members: list[Episode]) -> Record:
     """Encode the episodes of a group."""
     first, prompt = members[0], members[0].prompt
-    return [[first.group_id], [*first.role.encode()], prompt.token_ids, prompt.unexpanded_ids,
-            [*",".join(prompt.media).encode()], [episode.index for episode in members],
-            [episode.seed for episode in members], *(episode.response_ids for episode in members)]  # yapf: disable
+    return [[first.group_id], [*first.role.encode()], *_lists(prompt), [episode.index for episode in members],
+            [episode.seed for episode in members], [len(episode.closed) for episode in members],
+            *(episode.response_ids for episode in members)]  # yapf: disable
 
 
 def _episodes(rank: int, record: Record) -> list[Episode]:
     """Decode the episodes of a group of ``rank``."""
-    (group_id, ), role, token_ids, unexpanded, media, indices, seeds, *begun = record
-    keys = tuple(bytes(media).decode().split(",")) if media else ()
-    prompt, role_of_rank = Prompt("", token_ids, "", media=keys, unexpanded_ids=unexpanded), f"{rank}/{_text(role)}"
-    episodes = [Episode(prompt, group_id, index, role=role_of_rank, seed=seed) for index, seed in zip(indices, seeds)]
+    (group_id, ), role, token_ids, unexpanded, media, indices, seeds, closed, *begun = record
+    prompt, role_of_rank = _prompt(token_ids, unexpanded, media), f"{rank}/{_text(role)}"
+    episodes = [Episode(prompt, group_id, index, role=role_of_rank, seed=seed, closed=[Branch(prompt)] * count)
+                for index, seed, count in zip(indices, seeds, closed)]  # yapf: disable
     for episode, response_ids in zip(episodes, begun, strict=True):
         episode.give(response_ids)
     return episodes
@@ -85,9 +86,9 @@ def _text(numbers: Iterable[float]) -> str:
     return bytes(map(int, numbers)).decode()
 
 
-def share_turns(turns: dict[Key, list[int] | Segment | None],
-                group: dist.ProcessGroup | None) -> dict[Key, list[int] | Segment | None]:
-    """Gather the tokens that each rank of ``group`` appends to responses; None: it finishes them. A collective.
+def share_turns(turns: dict[Key, Turn], group: dist.ProcessGroup | None) -> dict[Key, Turn]:
+    """Gather the next turns that each rank of ``group`` has for responses: tokens that are appended, prompts of other
+    branches as far as an engine reads them, or None: it finishes them. A collective.
 
     Raises:
         UserError: a turn shows media, which ranks that share an engine do not exchange.
@@ -97,11 +98,26 @@ def share_turns(turns: dict[Key, list[int] | Segment | None],
     if shown := [key for turn in turns.values() if isinstance(turn, Segment) for key in turn.media]:
         raise UserError(f"an environment has shown {', '.join(shown)}, and ranks that share an engine take media of "
                         "prompts alone: use --engine_type hf")
-    records = _gather(([[*key.role.encode()], [key.group, key.index],
-                        *([] if turn is None else [Segment.given(turn).token_ids])]
-                       for key, turn in turns.items()), group)  # yapf: disable
-    return {Key(_text(role), *numbers): turn[0] if turn else None
-            for role, numbers, *turn in chain.from_iterable(records)}  # yapf: disable
+    records = _gather(([[*key.role.encode()], [key.group, key.index], *_lists(turn)] for key, turn in turns.items()),
+                      group)
+    return {Key(_text(role), *numbers): _turn(lists) for role, numbers, *lists in chain.from_iterable(records)}
+
+
+def _lists(turn: Turn) -> Record:
+    """Encode a turn: no list to finish, one of tokens, or those of a prompt."""
+    if isinstance(turn, Prompt):
+        return [turn.token_ids, turn.unexpanded_ids, [*",".join(turn.media).encode()]]
+    return [] if turn is None else [Segment.given(turn).token_ids]
+
+
+def _turn(lists: Record) -> Turn:
+    """Decode a turn."""
+    return _prompt(*lists) if len(lists) > 1 else lists[0] if lists else None
+
+
+def _prompt(token_ids: list[int], unexpanded_ids: list[int], media: list[int]) -> Prompt:
+    keys = tuple(_text(media).split(",")) if media else ()
+    return Prompt("", token_ids, "", media=keys, unexpanded_ids=unexpanded_ids)
 
 
 def all_of_group(flag: bool, group: dist.ProcessGroup | None) -> bool:

@@ -1,11 +1,14 @@
-"""Turns: what a response is given behind a stop token, at once or later."""
+"""Turns: what a response is given behind a stop token, at once or later: tokens, or another prompt."""
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from lightrft.types import Episode, Segment
+from lightrft.types import Episode, Prompt, Segment
 
-Turn = list[int] | Segment | None  # given to a response before it resumes, perhaps with media; None: it is finished
-TURNS = (list, Segment, type(None))  # types of a turn; to ask for a protocol takes 200 times as long
+Given = list[int] | Segment  # tokens that are appended to a response
+Turn = Given | Prompt | None
+"""Tokens, perhaps with media, behind which a response resumes; a prompt, behind which it goes on in another branch; or
+None: it is finished."""
+TURNS = (list, Segment, Prompt, type(None))  # types of a turn; to ask for a protocol takes 200 times as long
 
 
 class PendingTurn(Protocol):

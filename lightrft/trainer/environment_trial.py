@@ -4,7 +4,7 @@ from typing import Any
 
 from lightrft.datasets.prompt_rows import text_of
 from lightrft.environments.play import Player
-from lightrft.rollout.turns import result_of
+from lightrft.rollout.turns import result_of, Turn
 from lightrft.types import Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play
@@ -29,9 +29,12 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Gene
         while episode.finish_reason == "abort" and episode.response_len + len(drawn) <= max_new_tokens:
             episode.add([Segment(drawn, [0.0] * len(drawn), True, 0)], "stop")
             following = result_of(ask([episode])[0])
-            yield _line(episode, text)
+            yield _line(episode, text, following)
             if following is None:
                 break
+            if isinstance(following, Prompt):
+                episode.fork(following)
+                continue
             following = Segment.given(following)
             if not 0 < len(following.token_ids) < max_new_tokens - episode.response_len:
                 break
@@ -53,11 +56,13 @@ def _refuse_failure(episode: Episode) -> None:
                         f"{episode.prompt.uid!r}; the log above has the details. Correct it")
 
 
-def _line(episode: Episode, text: str) -> str:
+def _line(episode: Episode, text: str, following: Turn) -> str:
     _refuse_failure(episode)
     play: Any = episode.play
     answers = [message["content"] for message in play.messages[::-1]]
     answer = _short(answers[0]) if play.messages[-1]["role"] != "assistant" else "nothing, so the response ends"
+    if isinstance(following, Prompt):
+        answer = f"another conversation, which ends with {_short(following.messages[-1]['content'])}"
     reward = f", reward so far {play.reward:g}" if play.reward is not None else ""
     return f"environment: a turn {_short(text)} is answered with {answer}{reward}"
 

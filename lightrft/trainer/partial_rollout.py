@@ -11,7 +11,7 @@ from lightrft.trainer.carried_groups import check_saved, group_state, load_group
 from lightrft.trainer.fast_exp_maker import FastExperienceMaker, Rollout
 from lightrft.trainer.metric_sums import staleness_metrics
 from lightrft.trainer.samples import group_seeds
-from lightrft.types import by_group, Episode, Prompt
+from lightrft.types import by_group, Episode, Prompt, Segment
 from lightrft.utils.logging import get_logger
 
 
@@ -23,7 +23,8 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, group: list[Episode]) -> "Progress":
         """Measure a group of this rank."""
-        oldest = min((episode.segments[0].version for episode in group if episode.segments), default=None)
+        begun = (episode.branches[0].segments for episode in group)
+        oldest = min((segments[0].version for segments in begun if segments), default=None)
         return cls(any(episode.open for episode in group), oldest)
 
     def version(self, step: int) -> int:
@@ -116,8 +117,8 @@ class OversamplingSource:
         return old, episodes
 
     def _metrics(self, chosen: list[Episode]) -> dict[str, float]:
-        versions = [{each.version for each in episode.segments if each.drawn} for episode in chosen]
-        left = [episode for group in self.groups.values() for episode in group if episode.open and episode.segments]
+        versions = [{each.version for each in _drawn(episode)} for episode in chosen]
+        left = [episode for group in self.groups.values() for episode in group if episode.open and episode.drawn_len]
         own = sum(len(each) > 1 for each in versions), len(left), sum(response.drawn_len for response in left)
         samples, left_samples, left_tokens = self.strategy.all_reduce(torch.tensor(own)).tolist()
         return {
@@ -148,11 +149,16 @@ class OversamplingSource:
                 self.maker.keep_shown(group)
             for group in carried:  # earlier versions keep no seeds
                 for episode, seed in zip(group, group_seeds(self.config, "draw", group[0].group_id)):
-                    episode.seed = seed
+                    episode.seed = episode.seed or seed
         warn_dropped(state, "rows")
 
 
 def _drawn_by(version: int, episodes: list[Episode]) -> int:
     """Count the tokens that weights of ``version`` drew."""
-    segments = chain.from_iterable(episode.segments for episode in episodes)
-    return sum(len(segment.token_ids) for segment in segments if segment.drawn and segment.version == version)
+    segments = chain.from_iterable(map(_drawn, episodes))
+    return sum(len(segment.token_ids) for segment in segments if segment.version == version)
+
+
+def _drawn(episode: Episode) -> list[Segment]:
+    """Return the segments that the policy drew, of all branches."""
+    return [segment for branch in episode.branches for segment in branch.segments if segment.drawn]

@@ -1,6 +1,6 @@
 """The records that pass through the trainer: Prompt, Episode and Batch, and what a medium of a prompt becomes."""
 from lightrft.types.batch import Batch
-from lightrft.types.episodes import by_group, Episode, Key, MediaSpan, prompt_groups, Segment, unfinished
+from lightrft.types.episodes import Branch, by_group, Episode, Key, MediaSpan, prompt_groups, Segment, unfinished
 from lightrft.types.fields import Field, number, NUMBERS
 from lightrft.types.media import MediaSource, MediaTensors
 from lightrft.utils.prompt import Prompt
@@ -10,6 +10,6 @@ Experience = Batch
 Sample = Episode
 
 __all__ = [
-    "Batch", "by_group", "Episode", "Experience", "Field", "Key", "MediaSource", "MediaSpan", "MediaTensors", "NUMBERS",
-    "number", "Prompt", "prompt_groups", "Sample", "Segment", "unfinished"
+    "Batch", "Branch", "by_group", "Episode", "Experience", "Field", "Key", "MediaSource", "MediaSpan", "MediaTensors",
+    "NUMBERS", "number", "Prompt", "prompt_groups", "Sample", "Segment", "unfinished"
 ]

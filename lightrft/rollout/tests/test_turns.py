@@ -6,6 +6,7 @@ import pytest
 from lightrft.rollout.tests.test_hf_engine import engine, naive_logprobs, requests
 from lightrft.rollout.tests.test_partial import TINY
 from lightrft.tests.support.episodes import Group, generate
+from lightrft.tests.support.forks import branches_are_those_of_their_prompts
 from lightrft.tests.support.turns import (PARAMS, Toy, a_turn_without_room_is_dropped, cut_turns, equal,
                                           turns_are_those_by_hand, turns_have_the_scores)
 from lightrft.utils.errors import UserError
@@ -32,6 +33,12 @@ def test_fire_heats_the_first_token_of_the_first_turn_only():
         return hot[:1] + usual[1:]
 
     turns_have_the_scores(requests(), groups, score)
+
+
+@pytest.mark.parametrize("kv_bytes", [1 << 24, TINY])
+def test_branches(kv_bytes):
+    """Few slots (``TINY``): responses wait for a slot between two branches."""
+    branches_are_those_of_their_prompts(engine(kv_bytes=kv_bytes), requests())
 
 
 def test_a_turn_without_room():

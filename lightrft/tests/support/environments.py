@@ -87,6 +87,29 @@ class Sleeper:
         return Step(f"you said {turn.text[:3]}", reward=len(turn.text), done=turn.number == 2)
 
 
+class Compacting:
+    """Rewrites the conversation behind every second turn, after a while: what was said becomes a summary. The word of
+    the row says what it does otherwise: "long", "both", "ends" or "picture"."""
+
+    async def reset(self, prompt, seed):
+        self.asked, self.word, self.seen = prompt.messages, prompt.columns.get("word"), []
+        self.random = random.Random(f"{os.environ.get('LATENCY', '')}{id(self)}")
+
+    async def step(self, turn):
+        await asyncio.sleep(self.random.random() * float(os.environ.get("LATENCY") or 0))
+        self.seen.append(turn.text[:2])
+        if turn.number % 2 == 0:
+            return Step(f"you said {turn.text[:3]}", reward=1.0)
+        summary = f"so far {' '.join(self.seen)}{os.environ.get('OTHERWISE', '')}"
+        history = [*self.asked, turn.message | {"content": "<|im_end|>"}, {"role": "user", "content": summary}]
+        faults = {"long": Step(history=[{"role": "user", "content": "x" * 300}]), "ends": Step(history=history[:-1]),
+                  "both": Step("and", history=history)}  # yapf: disable
+        return faults[self.word] if self.word in faults else Step(history=history, reward=2.0)
+
+    def cut_short(self):
+        return Step(metrics={"cut_short": 1.0})
+
+
 class Failing:
     """Fails in the responses whose first turn has an even number of characters, each in another way."""
 
