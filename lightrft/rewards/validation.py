@@ -61,8 +61,13 @@ def check_columns(manager: RewardManager, rows: Iterable[RewardInput], every: bo
         if columns:
             raise RewardProbeError(
                 f"the reward {name!r}: {unfilled(sorted(columns))}: no contract of rewards has it, and the rows have "
-                f"the columns {', '.join(known) or 'of prompt and reference alone'}. Remedy: give it a default, or "
-                f"name a column. The contracts are {EXPECTED}")
+                f"the columns {', '.join(known) or 'of prompt and reference alone'}. Remedy: "
+                f"{_OF_TRL * ('environments' in columns)}give it a default, or name a column. The contracts are "
+                f"{EXPECTED}")
+
+
+_OF_TRL = ("TRL's environments live in other processes here, so give their class a method get_reward(), and take "
+           "--reward environment. Otherwise ")
 
 
 def check_turns(manager: RewardManager, row: RewardInput, role: str) -> None:

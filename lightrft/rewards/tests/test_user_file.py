@@ -240,3 +240,9 @@ def test_a_parameter_that_no_row_has_is_refused_before_training(scores, head):
                            match="nothing can fill the parameter model_x.*the rows have the columns level") as error:
             check(manager, ITEMS)
         assert all(each in str(error.value) for each in CONTRACTS)
+
+
+def test_a_reward_that_reads_the_environments_of_trl_is_told_where_it_belongs(scores):
+    _, manager = scores("def f(completions, environments, **columns):\n    return [e.n for e in environments]\n", [])
+    with pytest.raises(UserError, match="give their class a method get_reward\\(\\), and take --reward environment"):
+        check_references(manager, ITEMS)
