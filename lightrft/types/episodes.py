@@ -276,9 +276,11 @@ class Episode(TokenSequence):
 
     @property
     def branches(self) -> list[Branch]:
-        """The sequences of the episode, in the order in which they were drawn; one behind a fork has drawn tokens."""
-        ended = self.closed and not any(segment.drawn for segment in self.segments)
-        return [*self.closed, *([] if ended else [Branch(self.prompt, self.segments, self.seed)])]
+        """The sequences of the episode, in the order in which they were drawn. One behind a fork is none of them if the
+        response ended before anything was drawn there."""
+        if self.closed and not self.open and not any(segment.drawn for segment in self.segments):
+            return [*self.closed]
+        return [*self.closed, Branch(self.prompt, self.segments, self.seed)]
 
     def fork(self, prompt: Prompt) -> None:
         """Go on behind another ``prompt`` of the same row: what was said so far, rewritten. The noise is another one
