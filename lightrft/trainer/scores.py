@@ -44,7 +44,7 @@ def trajectory(episode: Episode) -> dict[str, Any]:
              "metrics": play.metrics}  # yapf: disable
     tools, turns = episode.prompt.template_kwargs.get("tools"), _turns(episode.joined, play)
     return {"messages": _chat(episode.joined.prompt, turns), **({"tools": tools} if tools else {}),
-            "branches": _chats(episode, turns) if episode.closed else [],
+            **({"branches": _chats(episode, turns)} if episode.closed else {}),
             "environment": {name: value for name, value in facts.items() if value}}  # yapf: disable
 
 

@@ -59,7 +59,7 @@ def test_a_fork_has_the_messages_of_each_branch():
     """What was said behind the last turn of a branch is in the prompt of the next one, as the environment wrote it."""
     made = episode("It is 7.", 1.0)
     plain = log_row(made)
-    assert "branches" not in plain
+    assert "branches" not in plain and "branches" not in trajectory(made)
     call, told, answer = plain["messages"][1:]
     *before, last = made.segments
     made.segments, made.play.rewards = before[:1], [(2, 0.25), (6, 1.0)]
