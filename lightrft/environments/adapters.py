@@ -144,19 +144,29 @@ class GymText(MadePerRow):
     with ``reward_spec.ground_truth`` and ``max_turns``. What ``get_metrics()`` gives is that of the whole response.
     """
 
-    async def reset(self, prompt: Task, seed: int) -> list[Message]:
-        """Make the environment of the row, and return the messages that ``init`` adds to those of the prompt."""
+    def __init__(self, cls: Callable[..., Any]) -> None:
+        super().__init__(cls)
+        self.messages = list[Message]()  # the list that ``init`` returned: the environment may keep it, and change it
+
+    async def reset(self, prompt: Task, seed: int) -> list[Message] | Step:
+        """Make the environment of the row. ``init`` adds messages to those of the prompt, or writes others."""
         extras = {"reward_spec": {"ground_truth": prompt.reference}, "max_turns": prompt.max_turns} | row_of(prompt)
         config = dataclass_in_hint(self.cls, "env_config")
         self.inner = await called(self.cls, **taken(self.cls, {"env_config": config(), "extras": extras}))
-        messages, _ = await called(self.inner.init, prompt.messages)
-        return list(messages)[len(prompt.messages):]
+        self.messages, _ = await called(self.inner.init, [*prompt.messages])
+        size = len(prompt.messages)
+        same = self.messages[:size] == prompt.messages
+        return self.messages[size:] if same else Step(history=[*self.messages])
 
     async def step(self, turn: Turn) -> Step:
-        """Pass the text of a turn."""
+        """Pass the text of a turn. Where the environment has changed earlier messages, these are written anew."""
+        before = [*self.messages]
         answer = await called(self.inner.step, turn.text)
-        step = Step(list(answer["observations"]), number(answer.get("reward")), bool(answer["done"]),
-                    numbers(answer.get("metadata")))  # yapf: disable
+        observations, changed = list(answer["observations"]), self.messages != before
+        self.messages += [turn.message or {"role": "assistant", "content": turn.text}, *observations]
+        step = Step(None if changed else observations, number(answer.get("reward")),
+                    bool(answer["done"]) or not observations, numbers(answer.get("metadata")),
+                    history=[*self.messages] if changed and observations else None)  # yapf: disable
         if step.done or turn.last:
             step.metrics |= (await self.cut_short()).metrics
         return step

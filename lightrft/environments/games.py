@@ -95,15 +95,14 @@ class SwiftGym(MadePerRow):
         super().__init__(cls)
         self.messages = list[Message]()
 
-    async def reset(self, prompt: Task, seed: int) -> list[Message]:
-        """Make the environment of the row; its messages follow those of the prompt."""
+    async def reset(self, prompt: Task, seed: int) -> Step:
+        """Make the environment of the row; its messages take the place of those of the prompt."""
         row = row_of(prompt)
         self.inner = await called(self.cls, row.get("env_config") or extra_info(prompt).get("env_config") or {})
         text, _, system = await called(self.inner.reset, SwiftRequest(prompt.messages, row))
-        opened = [{"role": "system", "content": system}] if system else []
-        opened += [{"role": "user", "content": text}] if text else []
-        self.messages = [*prompt.messages, *opened]
-        return opened
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages += [{"role": "user", "content": text}] if text else prompt.messages
+        return Step(history=[*self.messages])
 
     async def step(self, turn: Turn) -> Step:
         """Pass all messages; a dict or a list that it shows is written as JSON."""

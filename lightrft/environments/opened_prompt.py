@@ -7,35 +7,42 @@ from lightrft.datasets.rows import DataError
 from lightrft.environments.base import Failure, Message, Step
 from lightrft.environments.chat_format import ChatFormat
 from lightrft.environments.media import Pictures
+from lightrft.environments.rewritten_prompt import rewritten_prompt
 from lightrft.types import Prompt
 from lightrft.utils.play import NO_START, Shown
 
 
 def opened_prompt(prompt: Prompt, answer: Step, form: ChatFormat | None, pictures: Pictures, most_tokens: int,
                   continues: bool) -> "tuple[Prompt, list[Shown]] | Failure":
-    """Return a prompt with the messages of ``reset``, and their pictures, or with its text in place of its own; or why
-    it cannot have them.
+    """Return a prompt with the messages of ``reset``, and their pictures, or with its text or its history in place of
+    its own; or why it cannot have them.
 
     Args:
         continues: a first message of the user continues the last one of the prompt.
     """
     where = f"the prompt {prompt.uid!r} with the messages of reset()"
     try:
-        shown = pictures.of(answer)
+        opened, shown = _opened(prompt, answer, form, pictures, continues)
         if len(shown) > pictures.most:
             return Failure(NO_START, f"{where} has {len(shown)} of its pictures, and --env_images is {pictures.most}. "
                            "Raise it, or show fewer")  # yapf: disable
-        if answer.text is not None:
-            opened = _with_text(prompt, answer.text, pictures)
-        else:
-            assert form is not None, "texts alone are read without one"
-            opened = _with_messages(prompt, answer, form, pictures, [one.key for one in shown], continues)
     except DataError as error:  # the template or the model's processor refuses them
         return Failure("exception", f"{where}: {error}")
     if (size := len(opened.token_ids)) > most_tokens:
         return Failure(NO_START, f"{where} has {size} tokens, and --prompt_max_len is {most_tokens}. Raise it, or "
                        "shorten the messages")  # yapf: disable
     return opened, shown
+
+
+def _opened(prompt: Prompt, answer: Step, form: ChatFormat | None, pictures: Pictures,
+            continues: bool) -> tuple[Prompt, list[Shown]]:
+    if answer.text:
+        return _with_text(prompt, answer.text, pictures), []
+    assert form is not None, "texts alone are read without one"
+    if answer.history:
+        return rewritten_prompt(prompt, answer.history, prompt.media, form, pictures)
+    shown = pictures.of(answer)
+    return _with_messages(prompt, answer, form, pictures, [one.key for one in shown], continues), shown
 
 
 def _with_text(prompt: Prompt, text: str, pictures: Pictures) -> Prompt:

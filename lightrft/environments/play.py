@@ -324,8 +324,8 @@ def _await(futures: "Iterable[Future[Answer]]") -> None:
 
 
 def _said(answer: Step) -> Any:
-    """Return what ``reset`` says: messages behind those of the prompt, or a text in its place."""
-    return answer.messages if answer.text is None else answer.text
+    """Return what ``reset`` says: messages behind those of the prompt, or in its place a text or other messages."""
+    return answer.text or answer.history or answer.messages
 
 
 _APART = 0x5DEECE66D  # the noise of an environment is not that of the policy

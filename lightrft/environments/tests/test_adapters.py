@@ -237,6 +237,19 @@ def test_what_has_no_known_interface():
     assert adapter_of(dict) is None and adapter_of(type("Bare", (), {})) is None
 
 
+def test_an_environment_of_skyrl_gym_may_write_its_own_prompt_and_change_what_was_said():
+    """RLMEnv does: it shows its instruction for the next turn alone."""
+    pytest.importorskip("skyrl_gym")
+    code = "```repl\nprint(7 * 6)\n```"
+    opened, first, last = in_session(foreign.Repl, Turn(code), Turn(f"{code}\nFINAL(42)"), columns={"max_turns": 4})
+    system, context, asked = opened["history"]
+    assert (system["role"], asked["role"]) == ("system", "user") and "REPL" in system["content"]
+    assert [message["role"] for message in first["history"]] == ["system", "user", "assistant", "user", "user"]
+    assert first["history"][:3] == [system, context, {"role": "assistant", "content": code}]
+    assert "42" in first["history"][3]["content"] and first["history"][4] != asked and not first["done"]
+    assert last["done"] and last["reward"] == 1.0 and last["metrics"]["turns_used"] == 2
+
+
 def test_an_environment_of_skyrl_gym_gets_its_row():
     pytest.importorskip("skyrl_gym")
     info, opened, wrong, right = play(foreign.Problem, Turn("#### 4"), Turn("#### 3"))
@@ -253,8 +266,8 @@ def test_a_constructor_of_skyrl_gym_gets_the_defaults_of_its_configuration_and_t
 @pytest.mark.parametrize("columns", [{"env_config": {"start": "go"}}, {"extra_info": {"env_config": {"start": "go"}}}])
 def test_a_gym_of_ms_swift(columns):
     _, opened, first, last = play(foreign.SwiftEnv, Turn("4"), Turn("go"), columns=columns)
-    assert [message["content"] for message in opened] == ["Play.", "1 message, 3"]
-    assert first.messages == '{"messages": 4}' and (first.reward, last.done, first.metrics) == (0.5, True, {"n": 2.0})
+    assert [message["content"] for message in opened.history] == ["Play.", "1 message, 3"], "in place of the prompt"
+    assert first.messages == '{"messages": 3}' and (first.reward, last.done, first.metrics) == (0.5, True, {"n": 2.0})
 
 
 def test_an_environment_of_rllm_is_made_of_the_row():

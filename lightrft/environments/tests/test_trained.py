@@ -164,6 +164,7 @@ def test_two_steps(case, tmp_path, seeds, monkeypatch):
         assert line["reward/mean"] == pytest.approx(sum(each.reward for each in earned) / 8)
         assert {turn for turns in drawn for turn in turns} <= {"".join(turn) for turn in case.turns}
     assert all((row["messages"][0]["content"] == "sumdifficulty 2") == (case.name == "Counter") for row in rows), "TRL"
+    assert all((row["messages"][0]["content"] == "Play.") == (case.name == "SwiftEnv") for row in rows), "in its place"
     assert all(row["prompt"].endswith("assistant\nThink of 3 or 4.\n") == case.name.startswith("Agent")
                for row in rows), "the observation that OpenRLHF begins with is the prompt"  # yapf: disable
     assert (sum(line["env/no_room"] for line in done.lines) > 0) == (case.room < 600)

@@ -175,6 +175,7 @@ with suppress(ImportError):
 with suppress(ImportError):
     from skyrl_gym.envs.gsm8k.env import GSM8kEnv
     from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
+    from skyrl_gym.envs.rlm.env import BaseRLMEnv
     from skyrl_gym.envs.search.env import SearchEnv
 
     class Problem(GSM8kEnv):
@@ -185,3 +186,6 @@ with suppress(ImportError):
 
     class Search(SearchEnv):
         """Search of SkyRL-Gym, whose constructor takes a configuration."""
+
+    class Repl(BaseRLMEnv):
+        """An agent of SkyRL-Gym that runs Python, and whose instruction is shown for one turn alone."""
