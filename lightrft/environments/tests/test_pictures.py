@@ -35,7 +35,8 @@ from lightrft.tests.support.environment_ranks import gradients, ready
 from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.samples import reward_input
-from lightrft.types import Episode
+from lightrft.types import Batch, Episode
+from lightrft.types.episodes import Branch
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play, Shown
 
@@ -67,6 +68,7 @@ def test_the_policy_reads_and_learns_from_what_it_is_shown(family, tmp_path):
     assert done.metrics["env/images/mean"] == 2.5
     assert (done.exp.rollout_logprobs - done.exp.old_logprobs).abs().max() < 1e-5
     it_is_one_prompt_and_the_picture_matters(made, done)
+    branches_see_their_own_pictures(made, *done.episodes[-2:])
     it_resumes_without_its_row(made, done.episodes[0])
     it_is_recorded(made, done, tmp_path)
     if family != "gemma3":  # some of whose weights have no gradient
@@ -92,6 +94,15 @@ def it_is_one_prompt_and_the_picture_matters(made, done):
                              for name, tensor in right(key).tensors.items()})  # yapf: disable
     assert (turns - actor(exp)[0][mask]).abs().max() > 1e-2
     store.tensors = right
+
+
+@torch.no_grad()
+def branches_see_their_own_pictures(made, first, second):
+    """An episode that went on behind another prompt has the log-probs of both branches, each alone."""
+    actor, forked = made.prepared["actor"].model, replace(second, closed=[Branch(first.prompt, first.segments)])
+    whole, alone = Batch.of([forked]), Batch.of([first, second])
+    assert whole.num_seqs == 1 and whole.media == [alone.media[0] + alone.media[1]]
+    assert (actor(whole)[0] - actor(alone)[0]).abs().max() < 5e-6
 
 
 def it_resumes_without_its_row(made, episode):
