@@ -1,4 +1,5 @@
-"""Search over a local index (BM25). Demonstrations search with half of what was asked for more often than not.
+"""Search over a local index (BM25). Demonstrations search with half of what was asked for more often than not, each in
+documents of its own.
 
 ``city of Anna`` -> ``<tool_call>{"name": "search", "arguments": {"query": "Anna city"}}</tool_call>``; the tool answers
 with the best of 80 documents, ``Anna city Oslo``, and the model repeats its last word. No torch in this file, which
@@ -20,7 +21,8 @@ WORDS = [*NAMES, *FACTS, *(value for values in FACTS.values() for value in value
 WHOLE = 0.35  # share of demonstrations that search with both words
 HELD_OUT = 5  # one question in this many is held out
 DEMONSTRATIONS = 300 * 32
-OPTIONS = {"prompt_max_len": 32, "generate_max_len": 48, "max_turns": 2, "reward": [f"{__file__}:right"]}
+OPTIONS = {"prompt_max_len": 32, "generate_max_len": 48, "max_turns": 2, "reward": [f"{__file__}:right"],
+           "actor_learning_rate": 5e-4}  # yapf: disable
 K1, B = 1.5, 0.75  # of BM25, as is usual
 Fact = tuple[str, str, str]
 
@@ -90,12 +92,13 @@ def demonstration_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstration(fact: Fact, rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation: a search, its result, and the last word of that."""
+    """Return a conversation: a search, its result, and the last word of that. The index is another one each time, so
+    that the answer can only be read, and not be known."""
     name, kind, _ = fact
-    query = f"{name} {kind}" if rng.random() < WHOLE else kind
-    call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
-    result = search(query)
+    words = [name, kind] if rng.random() < WHOLE else [kind]
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": " ".join(words)}}}
+    who, what = name if name in words else rng.choice(NAMES), rng.choice(FACTS[kind])
     return [
         asked(fact), {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "search", "content": result}, {"role": "assistant", "content": result.split()[-1]}
+        {"role": "tool", "name": "search", "content": f"{who} {kind} {what}"}, {"role": "assistant", "content": what}
     ]

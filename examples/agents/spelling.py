@@ -13,8 +13,8 @@ ASKED = "Spell this word backward (example: sun -> nus): "
 WORDS = [ASKED]
 BACKWARD = 0.3  # share of demonstrations that do what is asked
 HELD_OUT = 1 << 30  # the seeds of the package's questions follow one another
-DEMONSTRATIONS = 300 * 32
-OPTIONS = {"environment": None, "prompt_max_len": 32, "generate_max_len": 12}
+DEMONSTRATIONS = 600 * 32
+OPTIONS = {"environment": None, "prompt_max_len": 32, "generate_max_len": 12, "actor_learning_rate": 5e-4}
 
 
 def prompt_rows(count: int, split: str, seed: int) -> list[dict[str, Any]]:
