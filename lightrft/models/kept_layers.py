@@ -12,10 +12,12 @@ def keep_layers(text: Any, kept: Sequence[int]) -> None:
 
     What a family computes of other fields follows from the number of layers.
     """
-    own = first_shared(text)
+    own, apart = first_shared(text), set_apart(text)
     for name, values in lists_of_layers(text).items():
         setattr(text, name, [values[index] for index in kept])
     text.num_hidden_layers = len(kept)
+    if apart:  # their indices are others now
+        text.per_layer_config = {place: dict(apart[index]) for place, index in enumerate(kept) if index in apart}
     if SHARED in vars(text):
         setattr(text, SHARED, sum(index >= own for index in kept))
     if "hybrid_layer_ids" in vars(text):  # Zamba 2 numbers the layers that attend
@@ -28,6 +30,13 @@ def lists_of_layers(text: Any) -> dict[str, list[Any]]:
     return {name: values for name, values in vars(text).items()
             if isinstance(values, list) and len(values) == count
             and (name.endswith(_KINDS) or count > 1 and not name.endswith(_OTHERS))}  # yapf: disable
+
+
+def set_apart(text: Any) -> dict[int, dict[str, Any]]:
+    """Return the fields of layers that differ from those of the others, such as wider heads, by the index of the layer.
+    """
+    spec = vars(text).get("_heterogeneity_spec")  # no public name has the differences alone
+    return {} if spec is None else spec.per_layer_overrides
 
 
 def first_shared(text: Any) -> int:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightrft.models.actor_language import ActorLanguage
 from lightrft.models.attention import PACKED
-from lightrft.models.kept_layers import first_shared, keep_layers, lists_of_layers
+from lightrft.models.kept_layers import first_shared, keep_layers, lists_of_layers, set_apart
 from lightrft.models.rope import ORIGINAL
 from lightrft.types import Experience
 from lightrft.utils.errors import CaptureException, first_line
@@ -177,9 +177,10 @@ def _cut_layers(small: Any) -> None:
     """Keep the first layer of each kind, and at least two; a layer that reads the keys of another one is of a kind of
     its own."""
     count, lists, own = small.num_hidden_layers, lists_of_layers(small), first_shared(small)
+    apart = set_apart(small)
     kinds: dict[str, int] = {}
     for index in range(count):
-        kind = [index >= own, *(value[index] for value in lists.values())]
+        kind = [index >= own, apart.get(index), *(value[index] for value in lists.values())]
         kinds.setdefault(json.dumps(kind, default=str), index)
     chosen = [*kinds.values()][:6]
     chosen += [index for index in range(count) if index not in chosen][:max(0, 2 - len(chosen))]

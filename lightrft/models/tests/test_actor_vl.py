@@ -22,6 +22,7 @@ from lightrft.models.shared_prompts import forward_row
 from lightrft.models.stateful import stateful
 from lightrft.models.towers import part_of, rope_of_grids
 from lightrft.rollout.engine import SamplingParams
+from lightrft.rollout.hf.cache_plan import check_decoder
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.hf.fused_layers import FusedCalls
 from lightrft.tests.support import tiny_vision
@@ -327,7 +328,10 @@ def test_the_hf_engine_refuses_layers_with_wider_heads(tmp_path):
     samples = rig.samples()
     with torch.no_grad():
         assert (rig.logprobs(samples) - rig.plain(samples)).abs().max() < EXACT
-    with pytest.raises(UserError, match="needs other keys in some layers than in others, .* Take --engine_type vllm"):
+    refused = "needs other keys in some layers than in others, .* Take --engine_type vllm"
+    with pytest.raises(UserError, match=refused):
+        check_decoder(rig.hf.config.get_text_config())  # in a dry run
+    with pytest.raises(UserError, match=refused):
         generate(HFEngine(rig.hf, [], 1 << 24, modality=rig.actor.modality), [Group(rig.prompts[0], [0], rig.keys[0])],
                  SamplingParams(2))
 

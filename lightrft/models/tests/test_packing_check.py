@@ -51,6 +51,8 @@ def test_a_copy_has_a_layer_of_each_kind_and_limits_that_one_sequence_crosses():
     small = packing_check.cut(AutoConfig.for_model("gemma3_text", num_hidden_layers=12))
     assert small.layer_types == ["sliding_attention", "full_attention"] and small.num_hidden_layers == 2
     assert small.sliding_window < min(packing_check.LENS) and small.hidden_size < 2304 and small.vocab_size < 100
+    wide = packing_check.cut(AutoConfig.for_model("gemma4_text", num_hidden_layers=12))
+    assert [layer.head_dim for layer in wide.per_layer_config] == [256, 512], "wider heads of full attention"
     shared = packing_check.cut(AutoConfig.for_model("gemma3n_text"))  # its last layers have no keys of their own
     assert 0 < shared.num_kv_shared_layers < shared.num_hidden_layers == len(shared.layer_types)
     long, dynamic = (packing_check.cut(AutoConfig.for_model(kind, **ACCEPTED[kind])) for kind in ("phi3", "llama"))
