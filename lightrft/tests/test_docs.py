@@ -84,6 +84,15 @@ def test_flags_modules_and_files_that_are_named_exist(page):
         assert pydoc.locate(name) is not None, f"{page}: {name}"
 
 
+def test_the_index_links_every_page_on_a_forge_too():
+    """Where no toctree is rendered."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[[^]]+\]\((\w+)\.md\): .", index, re.MULTILINE)
+    trees = re.findall(r"^```\{toctree\}\n(?::.*\n)+\n((?:.+\n)+?)```", index, re.MULTILINE)
+    assert listed == [page for tree in trees for page in tree.split() if page != "generated/api"]
+    assert {*listed, "index"} == {path.stem for path in (ROOT / "docs").glob("*.md")}
+
+
 def test_make_targets_that_are_named_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     text = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

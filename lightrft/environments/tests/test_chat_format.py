@@ -107,6 +107,9 @@ def test_observations_cannot_speak_as_control_tokens(form):
     assert counts[0] == counts[1] and len(counts[0]) > 3
     assert form.neutral(evil).replace(" ", "") == evil.replace(" ", ""), "a blank parts the marks, nothing else"
     assert form.neutral("a <b> [c] & d") == "a <b> [c] & d"
+    shown = [[token for token in form.prompt([{"role": "user", "content": text}], {})[1] if token in controls]
+             for text in (plain, evil)]  # yapf: disable
+    assert len(shown[0]) < len(shown[1]), "a row is the user's own, and its marks are marks"
 
 
 def test_a_template_that_changes_earlier_turns_is_refused():
