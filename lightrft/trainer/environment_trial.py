@@ -25,7 +25,7 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Gene
     episode, text = Episode(prompt, 0, 0, role="trial"), str("" if prompt.reference is None else prompt.reference)
     drawn = [*player.tokenizer(text, add_special_tokens=False).input_ids, player.tokenizer.eos_token_id]
     with player.playing([episode], max_new_tokens) as ask:
-        yield from _opened(episode)
+        yield from opened(episode)
         while episode.finish_reason == "abort" and episode.response_len + len(drawn) <= max_new_tokens:
             episode.add([Segment(drawn, [0.0] * len(drawn), True, 0)], "stop")
             following = result_of(ask([episode])[0])
@@ -43,11 +43,14 @@ def try_environment(player: Player, prompt: Prompt, max_new_tokens: int) -> Gene
     return episode.play
 
 
-def _opened(episode: Episode) -> Iterator[str]:
+def opened(episode: Episode) -> Iterator[str]:
+    """Yield a line about what the environment begins with, if it says something."""
     assert episode.play is not None, "its session is open"
     _refuse_failure(episode)
-    if episode.play.asked is not None:
-        yield f"environment: begins with {_short(episode.prompt.messages[-1]['content'])}"
+    if (asked := episode.play.asked) is not None:
+        prompt = episode.prompt
+        says = prompt.text if prompt.messages == asked["messages"] else prompt.messages[-1]["content"]
+        yield f"environment: begins with {_short(says)}"
 
 
 def _refuse_failure(episode: Episode) -> None:

@@ -8,9 +8,11 @@ from lightrft.rewards.base import Outcome
 from lightrft.tests.support import runs, tiny
 from lightrft.tests.support.boundary_tokenizers import metaspace
 from lightrft.trainer.environment import next_turn, Reply
+from lightrft.trainer.environment_trial import opened
 from lightrft.trainer.samples import decode, reward_input, stop_token_ids
 from lightrft.types import Episode, number, NUMBERS, Prompt, Segment
 from lightrft.utils.errors import UserError
+from lightrft.utils.play import Play
 
 no_picture = runs.no_picture
 ANSWER = "(go on)"
@@ -190,3 +192,12 @@ def test_a_number_that_nobody_declared_is_refused(home, tmp_path):
     with pytest.raises(UserError,
                        match="'tool_cals' is no declared number of responses; declare it with .*'tool_cals'"):
         made.fit()
+
+
+@pytest.mark.parametrize("messages, shown", [([], "all of it"), ([{"role": "user", "content": "the row"}], "all of it"),
+                                             ([{"role": "user", "content": "other"}], "other")])  # yapf: disable
+def test_a_trial_shows_what_an_environment_begins_with(messages, shown):
+    """Messages, or a text in place of the prompt, which may have no messages."""
+    asked = {"messages": messages and [{"role": "user", "content": "the row"}], "text": "the row"}
+    episode = Episode(Prompt("0:0", [1], "all of it", messages), 0, 0, play=Play(asked=asked))
+    assert [*opened(episode)] == [f"environment: begins with '{shown}'"]
