@@ -24,7 +24,7 @@ from lightrft.environments.pool import Answer, EnvironmentPool
 from lightrft.environments.rewritten_prompt import news_in, rewritten_prompt
 from lightrft.rollout.turns import Given, NextTurn, PendingTurn, Turn
 from lightrft.types import Branch, Episode, Key, Prompt, Segment
-from lightrft.types.episodes import REWRITTEN
+from lightrft.types.branches import REWRITTEN
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play, Shown
 from lightrft.utils.trajectory_saver import shorten

@@ -1,6 +1,7 @@
 """The records that pass through the trainer: Prompt, Episode and Batch, and what a medium of a prompt becomes."""
 from lightrft.types.batch import Batch
-from lightrft.types.episodes import Branch, by_group, Episode, Key, MediaSpan, prompt_groups, Segment, unfinished
+from lightrft.types.branches import Branch, MediaSpan, Segment
+from lightrft.types.episodes import by_group, Episode, Key, prompt_groups, unfinished
 from lightrft.types.fields import Field, number, NUMBERS
 from lightrft.types.media import MediaSource, MediaTensors
 from lightrft.utils.prompt import Prompt

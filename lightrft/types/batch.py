@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
-from lightrft.types.episodes import Episode, MediaSpan
+from lightrft.types.branches import MediaSpan
+from lightrft.types.episodes import Episode
 from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_responses
 from lightrft.utils.play import Shown
 from lightrft.utils.tensors import uploads

@@ -35,8 +35,7 @@ from lightrft.tests.support.environment_ranks import gradients, ready
 from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.sample_recorder import SampleRecorder
 from lightrft.trainer.samples import reward_input
-from lightrft.types import Batch, Episode
-from lightrft.types.episodes import Branch
+from lightrft.types import Batch, Branch, Episode
 from lightrft.utils.errors import UserError
 from lightrft.utils.play import Play, Shown
 
