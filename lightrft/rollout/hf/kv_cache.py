@@ -128,6 +128,11 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32, out=out)
 
 
+def _bias(seen: Tensor) -> Tensor:
+    """What is added to scores, so that queries see the tokens of ``seen`` alone."""
+    return torch.where(seen, 0.0, -torch.inf)
+
+
 def _kernel() -> Callable[..., Tensor]:
     """The kernel of ``--fused_decode``; it imports Triton."""
     from lightrft.rollout.hf.attention_kernel import attend
@@ -194,10 +199,7 @@ class Decode:
         self.index = (self.cache.rows.first[:self.live] + self.newest).flatten()
         self.own = self.cache.rows.views(self.live, self.width)
         seen = torch.cat([self.columns[:self.longest] < self.lengths, self.columns[:self.width] <= self.newest], 1)
-        self.masks: dict[int | None, Tensor] = {None: self._bias(seen)}
-
-    def _bias(self, seen: Tensor) -> Tensor:
-        return torch.where(seen, 0.0, -torch.inf)[:, None, None]
+        self.masks: dict[int | None, Tensor] = {None: _bias(seen)[:, None, None]}
 
     def _mask(self, window: int | None) -> Tensor:
         if window is None or window >= self.longest + self.width:
@@ -206,7 +208,7 @@ class Decode:
             positions = torch.cat(
                 [self.columns[:self.longest].expand(self.live, -1), self.lengths + self.columns[:self.width]], 1)
             near = positions > self.lengths + self.newest - window
-            self.masks[window] = self.masks[None] + self._bias(near)
+            self.masks[window] = self.masks[None] + _bias(near)[:, None, None]
         return self.masks[window]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
@@ -301,7 +303,7 @@ class Extend:
         self.keys_at = torch.cat([of_prompt, length + of_row], 1)[:, None]
         self.queries_at = (length + begin + torch.arange(self.most, device=device))[..., None]
         stored = torch.cat([of_prompt < length, torch.ones_like(of_row, dtype=torch.bool)], 1)[:, None]
-        self.seen = stored & (self.keys_at <= self.queries_at)
+        self.masks: dict[int | None, Tensor] = {None: _bias(stored & (self.keys_at <= self.queries_at))}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
                softcap: float | None = None) -> Tensor:
@@ -317,16 +319,22 @@ class Extend:
         scores.mul_(spec.dim**-0.5 if scaling is None else scaling)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = self.seen if window is None else self.seen & (self.keys_at > self.queries_at - window)
-        weights = scores.view(*padded.shape[:4], -1).masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-        attended = torch.bmm(weights.to(spec.dtype).flatten(0, 1).flatten(1, 2), values).view(padded.shape)
+        scores.view(*padded.shape[:4], -1).add_(self._mask(window)[:, None, None])
+        attended = torch.bmm(scores.softmax(-1).to(spec.dtype), values).view(padded.shape)
         return attended.permute(0, 3, 1, 2, 4).reshape(rows * self.most, -1, spec.dim)[self.place][None]
 
+    def _mask(self, window: int | None) -> Tensor:
+        if window is not None and window not in self.masks:
+            self.masks[window] = self.masks[None] + _bias(self.keys_at > self.queries_at - window)
+        return self.masks[window]
+
     def _stored(self, layer: int, part: int) -> Tensor:
-        """Keys (``part`` 0) or values (1) [rows * heads, tokens, dim] of prompts and rows."""
-        prompts = self.cache.prompts.layers[layer][part][self.prompt, :, :self.longest]
-        rows = self.cache.rows.layers[layer][part][self.slot, :, :self.width]
-        return torch.cat([prompts, rows], 2).flatten(0, 1)
+        """Keys (``part`` 0) or values (1) [rows * heads, tokens, dim] of prompts and rows, each copied once."""
+        prompts, rows = (store.layers[layer][part] for store in (self.cache.prompts, self.cache.rows))
+        stored = rows.new_empty(len(self.slot), rows.shape[1], self.longest + self.width, rows.shape[3])
+        torch.index_select(prompts[:, :, :self.longest], 0, self.prompt, out=stored[:, :, :self.longest])
+        torch.index_select(rows[:, :, :self.width], 0, self.slot, out=stored[:, :, self.longest:])
+        return stored.flatten(0, 1)
 
     def mix(self, layer_idx: int, hidden: Tensor, layer: Layer) -> list[Tensor]:
         """Run a layer with state over what is appended to each row."""
