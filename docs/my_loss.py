@@ -25,4 +25,4 @@ def tilted(logprobs: Tensor, exp: Experience, cfg: TiltedOptions) -> tuple[Tenso
     """
     ratio = safe_ratio(logprobs, exp.old_logprobs, exp.loss_mask)
     weight = torch.where(exp.advantages < 0, cfg.tilt, 1.0)
-    return -weight * ratio * exp.advantages, ratio_metrics(ratio)
+    return -weight * ratio * exp.advantages, ratio_metrics(ratio) | {"tilted_frac": (weight < 1).float()}

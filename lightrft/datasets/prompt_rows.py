@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.config.schema import DataConfig
 from lightrft.datasets.rows import DataError, Row, Rows, UnusableRow
 from lightrft.datasets.template_kwargs import template_kwargs
-from lightrft.datasets.turns import joined_calls, normalised, SHAREGPT_ROLES
+from lightrft.datasets.turns import joined_calls, meant_role, normalised
 from lightrft.utils.logging import get_logger
 from lightrft.utils.prompt import Message, Prompt
 
@@ -150,9 +150,9 @@ def to_message(turn: Any, where: str) -> Message:
     turn = normalised(turn, where) if isinstance(turn, dict) else turn
     if not isinstance(turn, dict) or missing(turn.get("role")) or "content" not in turn:
         raise DataError(f"{where}: a chat message must have role and content, not {str(turn)[:80]!r}")
-    if str(turn["role"]) in SHAREGPT_ROLES:
+    if meant := meant_role(str(turn["role"])):
         raise DataError(f"{where}: a chat message has the role {turn['role']!r}, which chat templates do not know. "
-                        f"Write {SHAREGPT_ROLES[turn['role']]!r}")
+                        f"Write {meant!r}")
     if wrong := [part for part in _parts(turn["content"]) if not isinstance(part, (str, type(None)))]:
         raise DataError(f"{where}: a chat message of {turn['role']!r} has the content {str(wrong[0])[:80]} "
                         f"({type(wrong[0]).__name__}); expected a text, or a list of parts. Write it as text")

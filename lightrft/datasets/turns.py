@@ -1,4 +1,5 @@
 """Turns of a chat in one form: calls of tools and their results, and marks that say how much an answer is learnt."""
+from difflib import get_close_matches
 from math import inf
 from typing import Any
 
@@ -9,9 +10,18 @@ from lightrft.datasets.template_kwargs import parsed, without_nulls
 Turn = dict[str, Any]
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+ROLES = ("system", "user", "assistant", "tool", "developer")  # that chat templates know; some know more
 CALL_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift: the text is the JSON of a call, or a list
 RESULT_ROLES = ("observation", "tool_response", "function")  # and of OpenAI's older chats
 MARKS = ("loss", "train", "trainable", "weight", "loss_weight")
+
+
+def meant_role(role: str) -> str:
+    """Return the role that is meant by one that chat templates do not know, such as ``gpt`` or ``usr``; empty for others.
+    """
+    that they may know."""
+    near = [] if role in ROLES else get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
+    return SHAREGPT_ROLES.get(role, near[0] if near else "")
 
 
 def normalised(turn: Turn, where: str) -> Turn:

@@ -314,8 +314,10 @@ def test_bare_options_are_those_of_every_algorithm():
 
 def test_it_trains_and_resumes(tmp_path, capsys):
     home = runs.write_home(tmp_path)
+    (tmp_path /
+     "length.py").write_text("def reward_func(queries, prompts, labels):\n    return [len(q) for q in queries]\n")
     values = {**runs.BASE, "pretrain": home / "model", "prompt_data": home / "train.jsonl", "stop": "x",
-              "save_path": tmp_path / "run", "disable_ckpt": False, "reward": "format",
+              "save_path": tmp_path / "run", "disable_ckpt": False, "reward": tmp_path / "length.py",
               "advantage_estimator": "reinforce", "policy_loss": "tilted"}  # yapf: disable
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     train.main([*PLUGIN, *words, "--tilt", "0.25"])
@@ -324,4 +326,6 @@ def test_it_trains_and_resumes(tmp_path, capsys):
     assert "  tilt: 0.25\n" in saved and "plugin:\n- my_loss\n" in saved
     train.main(["--config", f"{tmp_path}/run/config.yaml", "--load_checkpoint", "--max_steps", "2", "--tilt", "0.5"])
     assert "--tilt 0.5 (was 0.25)" in "".join(capsys.readouterr())
-    assert [line["step"] for line in runs.read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    lines = runs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["policy/tilted_frac"] == 0 for line in lines), "every advantage is a length"

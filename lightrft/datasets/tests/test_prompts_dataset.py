@@ -260,6 +260,13 @@ def test_the_instruction_of_an_alpaca_row_is_part_of_the_prompt(build):
     assert build([talk])[0].text == RENDERED
 
 
+@pytest.mark.parametrize("role, meant", [("gpt", "assistant"), ("usr", "user"), ("User", "user"), ("tools", "tool")])
+def test_a_role_that_is_a_typing_error_is_named(build, role, meant):
+    with pytest.raises(DataError, match=f"row 1: a chat message has the role '{role}', .* Write '{meant}'"):
+        build([{"prompt": [{"role": role, "content": "1+1?"}], "answer": "2"}])
+    build([{"prompt": [{"role": "critic", "content": "1+1?"}], "answer": "2"}])
+
+
 def test_rows_without_a_reference_name_the_options_and_the_columns(build, capsys):
     build([{"prompt": "1+1?", "gold": "2"}])
     said = capsys.readouterr().err
