@@ -9,7 +9,7 @@ from lightrft.cli.offline import OFFLINE, OfflineCommand
 from lightrft.config.cli import exit_on_config_error
 from lightrft.config.schema import Config, StrategyConfig
 from lightrft.config.tree import build, options
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import meant_path, UserError
 
 TRAINED: dict[type, OfflineCommand] = {command.tree: command for command in OFFLINE.values()}
 
@@ -33,7 +33,8 @@ def write_model(prog: str, work: Callable[[Path, Path, str], None], checkpoint: 
     with exit_on_config_error(prog):
         check_empty(words.out)
         if not words.checkpoint.exists():
-            raise UserError(f"{words.checkpoint}: no such folder; give one such as runs/a/checkpoints/step_000050")
+            raise UserError(f"{words.checkpoint}: no such folder{meant_path(words.checkpoint)}; give one such as "
+                            "runs/a/checkpoints/step_000050")
         work(words.checkpoint, words.out, words.pretrain)
     print(f"model written: {words.out}")
 

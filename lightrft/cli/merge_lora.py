@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 
 from lightrft.cli.export import check_empty
 from lightrft.config.cli import exit_on_config_error
-from lightrft.utils.errors import first_line, UserError
+from lightrft.utils.errors import first_line, meant_path, UserError
 from lightrft.utils.hub import MORE_THAN_TENSORS, model_folder, read_pretrained
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def merge(model: str, adapter: Path, out: Path, is_rm: bool = False, bf16: bool 
     from lightrft.models.adapter_folder import without_adapter
     check_empty(out)
     if not (adapter / "adapter_config.json").is_file():
-        raise UserError(f"--lora_path {adapter}: no adapter_config.json is there; give the folder of an adapter")
+        near = "" if adapter.exists() else meant_path(adapter)
+        raise UserError(f"--lora_path {adapter}: no adapter_config.json is there{near}; give the folder of an adapter")
     from lightrft.utils.file_mode import give_modes
     with without_adapter(model) as base:
         _merge(base, adapter, out, is_rm, torch.bfloat16 if bf16 else torch.float32)

@@ -35,6 +35,9 @@ def desirable(row: Row, key: str, where: str) -> bool:
         DataError: it is missing, or neither true nor false.
     """
     label = truth(row.get(key))
+    if label is None and key not in row:
+        raise DataError(f"{where}: the row has no column {key!r} (it has {', '.join(row)}), which says whether its "
+                        "answer is good. Name it with --label_key")
     if label is None:
         raise DataError(f"{where}: the column {key!r} is {row.get(key)!r}: expected true or false, or 1 or 0. Correct "
                         "it, or name another column with --label_key")

@@ -17,9 +17,7 @@ MARKS = ("loss", "train", "trainable", "weight", "loss_weight")
 
 
 def meant_role(role: str) -> str:
-    """Return the role that is meant by one that chat templates do not know, such as ``gpt`` or ``usr``; empty for others.
-    """
-    that they may know."""
+    """Return the role that is meant by ``gpt`` or ``usr``, say, which chat templates do not know; empty for others."""
     near = [] if role in ROLES else get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
     return SHAREGPT_ROLES.get(role, near[0] if near else "")
 

@@ -43,6 +43,17 @@ def test_every_command_shows_its_options(capsys):
     assert command.main(["--version"]) == 0 and capsys.readouterr().out == f"lightrft {__version__}\n"
 
 
+@pytest.mark.parametrize("words", [
+    "report runs/frist", "export runs/frist out", "merge_lora --model_path x --lora_path runs/frist --output_path out"
+])
+def test_a_folder_that_is_not_there_names_the_one_that_is_meant(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        command.main(words.split())
+    assert done.value.code == 2 and "(did you mean first?)" in capsys.readouterr().err
+
+
 THEIRS = {
     "sft": "train_sft fsdp_sft_trainer sft_trainer openrlhf.cli.train_sft train-sft train_sft.py",
     "dpo": "train_dpo", "rm": "train_rm reward", "kto": "train_kto", "kd": "train_kd gkd", "prm": "train_prm",

@@ -136,7 +136,7 @@ def test_training_on_judged_answers_learns_them(home, tmp_path):
 
 
 @pytest.mark.parametrize("row,said", [
-    ({"prompt": "a", "completion": "b"}, "the column 'label' is None: expected true or false.*--label_key"),
+    ({"prompt": "a", "completion": "b"}, "the row has no column 'label' .it has prompt, completion.*--label_key"),
     ({"prompt": "a", "completion": "b", "label": "yes"}, "the column 'label' is 'yes': expected true or false"),
     ({"prompt": "a", "completion": "b", "label": 0.5}, "the column 'label' is 0.5"),
     ({"prompt": "a", "completion": " ", "label": True}, "no answer to train on"),
