@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.stateful import unadapted
-from lightrft.utils.errors import UserError
+from lightrft.utils.errors import did_you_mean, UserError
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,8 +71,9 @@ def find_targets(hf: PreTrainedModel, words: list[str], modality: ActorModality)
             name for name in names if f".{name}".endswith(f".{word}")]  # yapf: disable
         bare = [] if named else matrices.get(word, [])
         if not named and not bare:
-            raise UserError(f"--target_modules {word} matches no module; linear layers of the parts of this model: "
-                            f"{', '.join(parts)}; or the end of module names, e.g. {own[-1].rpartition('.')[2]}")
+            ends = [name.rpartition(".")[2] for name in own]
+            raise UserError(f"--target_modules {word} matches no module{did_you_mean(word, ends)}; linear layers of "
+                            f"the parts of this model: {', '.join(parts)}; or the end of module names, e.g. {ends[-1]}")
         for name in named:
             if not isinstance(module := hf.get_submodule(name), _ADAPTED) or name in refused:
                 reason = f" ({refused[name]})" if name in refused else ""

@@ -131,7 +131,7 @@ def begun(home: Path, folder: Path) -> Options:
 MODEL: dict[str, Case] = {  # of every trainer of a policy
     "frozen tower": (given(freeze_prefix="visual"), "--freeze_prefix 'visual' matches no parameter"),
     "all frozen": (given(freeze_prefix="language"), "leaves nothing to train"),
-    "no target": (given(lora_rank=4, target_modules="nosuch"), "--target_modules nosuch matches no module"),
+    "no target": (given(lora_rank=4, target_modules="q_prj"), r"q_prj matches no module \(did you mean q_proj\?\)"),
     "head": (given(lora_rank=4, target_modules="embed_tokens"), "puts LoRA on"),
     "no weights": (copied("model", lambda folder: (folder / "model.safetensors").unlink()), "cannot load the weights"),
     "cut": (copied("model", lambda folder: (folder / "model.safetensors").write_bytes(b"12345678")), "header too"),
