@@ -6,6 +6,7 @@ alone, in trainers of fixed rows too, where nothing moves. This file holds the s
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -97,8 +98,8 @@ class Shards:
         self.size, self.owner = len(order), columns["owner"].tolist()
         self.owner_of = list(range(strategy.world_size))  # of what each rank holds
         self.group_ids, self.truncated = columns["group_ids"], columns["truncated"]
-        self.lens, self.media, self._prompts, self.response_lens, self.drawn, self.surprisals = (columns[name]
-                                                                                                 for name in facts)
+        (self.lens, self.media, self._prompts, self._prompt_lens, self.response_lens, self.drawn,
+         self.surprisals) = (columns[name] for name in facts)
         exp = replace(exp, sample_ids=self.numbers)
         if (self.numbers.diff() < 0).any():
             exp = exp.select(self.numbers.argsort().tolist())
@@ -116,10 +117,10 @@ class Shards:
         return {number: slot for slot, number in enumerate(exp.sample_ids.tolist())}
 
     def shared_work(self, share_prompts: bool) -> SharedWork | None:
-        """Return the work that samples of one group can share in a pass: with ``share_prompts`` their prompt, else the
-        features of its media. None: nothing."""
+        """Return the work that samples of one group can share in a pass: with ``share_prompts`` an equal prompt, else
+        the features of its media. None: nothing."""
         if share_prompts:
-            return SharedWork(self.group_ids.tolist(), self._prompts.tolist())
+            return SharedWork((self.group_ids << 32 | self._prompts).tolist(), self._prompt_lens.tolist())
         alone = -1 - torch.arange(self.size)
         numbers = torch.where(self.media > 0, self.group_ids, alone)
         return SharedWork(numbers.tolist(), [0] * self.size) if self.media.any() else None
@@ -223,9 +224,20 @@ def _facts(exp: Batch) -> dict[str, Tensor]:
     """Return what every rank has to know of the sequences of ``exp``, [b] each."""
     mask, cu = exp.loss_mask, exp.cu_seqlens
     has_media = [bool(keys) for keys in exp.media or [()] * exp.num_seqs]
-    prompts = exp.prompt_lens or [0] * exp.num_seqs
     return {
         "lens": exp.seq_lens.long(), "media": torch.tensor(has_media, dtype=torch.long),
-        "prompts": torch.tensor(prompts, dtype=torch.long), "response_lens": response_lengths(mask, cu),
-        "drawn": segment_sum(mask, cu), "surprisals": -segment_sum(exp.rollout_logprobs.double(), cu, mask)
+        "prompts": torch.tensor(_prompts(exp), dtype=torch.long),
+        "prompt_lens": torch.tensor(exp.prompt_lens or [0] * exp.num_seqs, dtype=torch.long),
+        "response_lens": response_lengths(mask, cu), "drawn": segment_sum(mask, cu),
+        "surprisals": -segment_sum(exp.rollout_logprobs.double(), cu, mask)
     }  # yapf: disable
+
+
+def _prompts(exp: Batch) -> list[int]:
+    """Return a checksum of 32 bits of the prompt of each sequence, which is that of equal prompts on every rank.
+
+    Responses of one group may have begun otherwise: environments open them.
+    """
+    ids, starts = exp.token_ids.numpy(), exp.cu_seqlens.tolist()
+    return [crc32(ids[start:start + prompt.stop].tobytes(), crc32(" ".join(prompt.keys).encode()))
+            for start, (prompt, *_) in zip(starts, exp.spans)]  # yapf: disable
