@@ -38,6 +38,7 @@ class RewardInput:
         template_kwargs: for the chat template of a model that renders the messages.
         model_rewards: scores of the reward models by name, for a function that reads them.
         play: what an environment did in the response.
+        group_id: number of the prompt, where responses to several are scored together.
     """
     prompt: str
     response: str
@@ -50,6 +51,7 @@ class RewardInput:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     model_rewards: dict[str, float | None] = field(default_factory=dict)
     play: Play | None = None
+    group_id: int = 0
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -62,9 +64,9 @@ class RewardInput:
         return [self.response] if self.play is None else self.play.answers
 
     @property
-    def group(self) -> tuple[str, tuple[str, ...]]:
+    def group(self) -> tuple[int, str, tuple[str, ...]]:
         """Key of the prompt: adjacent responses with the same one are a group."""
-        return self.prompt, self.media
+        return self.group_id, self.prompt, self.media
 
 
 class JudgedRow(Protocol):

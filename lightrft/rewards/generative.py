@@ -5,7 +5,7 @@ other. Another language model grades each response, as the text of ``--judge_tem
 """
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -228,9 +228,9 @@ Comparison = tuple[tuple[int, int], tuple[str, str]]  # indices of both candidat
 
 def _comparisons(items: list[RewardInput]) -> Iterator[Comparison]:
     """Yield the comparisons of responses; a reference answer has an index behind them all."""
-    groups: dict[tuple[str, str, Media], list[int]] = {}
+    groups: dict[tuple[Hashable, str], list[int]] = {}
     for i, item in enumerate(items):
-        groups.setdefault((item.prompt, repr(item.messages), item.media), []).append(i)
+        groups.setdefault((item.group, repr(item.messages)), []).append(i)
     for group in groups.values():
         for i, j in zip(group, group[1:] + group[:1]) if len(group) > 1 else ():
             yield (i, j), (items[i].response, items[j].response)

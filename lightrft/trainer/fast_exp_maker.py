@@ -128,6 +128,7 @@ class GenerationRun:
         self.maker, self.quota, self.episodes, self.groups = maker, quota, episodes, by_group(episodes)
         self.each = maker.reports_each([group[0].prompt for group in self.groups.values()])
         self.reported: set[int] = set()  # identities of episodes
+        self.completed: set[int] = set()  # numbers of groups of which listeners have heard
         self.bar = phase(min(quota.groups, len(self.groups)), "rollout", "prompt")
 
     def run(self) -> list[Episode]:
@@ -135,9 +136,9 @@ class GenerationRun:
         maker = self.maker
         opened = [] if self.quota.met else unfinished(self.episodes)
         with turns_of(maker.environment, maker.tokenizer, opened, maker.sampling.max_new_tokens) as (turns, hears_cuts):
-            generate(maker.engine, opened, maker.sampling, turns, self._heard if maker.overlaps else None, hears_cuts)
+            generate(maker.engine, opened, maker.sampling, turns, self._heard, hears_cuts)
         for number, group in self.groups.items():  # nothing is overlapped, or they finished while the engine stopped
-            if number not in self.quota.finished and not unfinished(group):
+            if number not in self.completed and not unfinished(group):
                 self._complete(number)
         self.bar.close()
         return [episode for episode in self.episodes if id(episode) in self.reported]
@@ -145,14 +146,16 @@ class GenerationRun:
     def _heard(self, finished: Round) -> bool:
         if self.each:
             self._report(finished.episodes)
-        for episode, *_ in finished.groups:
-            self._complete(episode.group_id)
+        numbers = [episode.group_id for episode, *_ in finished.groups]
+        self.bar.update(len(numbers))
+        self.quota.finished.update(numbers)
+        for number in numbers if self.maker.overlaps else ():
+            self._complete(number)
         return self.quota.met
 
     def _complete(self, number: int) -> None:
         """Report the remaining episodes of a finished group, and the group."""
-        self.bar.update(1)
-        self.quota.finished.add(number)
+        self.completed.add(number)
         if rest := [each for each in self.groups[number] if each.score is None and id(each) not in self.reported]:
             self._report(rest)
         for listener in self.maker.listeners:

@@ -1,6 +1,7 @@
 """Judges in the run: comparisons within a group, grades, whole runs, refusals."""
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,8 @@ def test_responses_to_a_prompt_are_compared_with_each_other(judge):
 def test_a_single_response_is_compared_with_the_reference(judge):
     found = scores(judge, [item("aa", "1", reference="b"), item("b", "2", reference=["a"]), item("a", "3")])
     assert [score.total for score in found] == [1.0, 0.0, None] and found[2].error == "no_rival"
+    rows = [replace(item("aa", "1", reference=answer), group_id=row) for row, answer in enumerate("bb")]
+    assert scores(judge, rows)[1].total == 1.0, "two rows with one prompt are two groups"
 
 
 def test_no_answer_is_no_reward(judge, tmp_path):

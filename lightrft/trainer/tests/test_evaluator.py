@@ -113,9 +113,10 @@ def test_a_part_that_no_reward_has_ends_the_run_when_the_names_are_known(home, t
 
 def test_metrics_per_source(home, tmp_path):
     """Row i is right in its samples j < i (of 4), so sources differ: even = rows 0, 2, odd = rows 1, 3."""
-    calls = {}
+    calls, groups = {}, {}
 
     def score(item):
+        groups.setdefault(item.group_id, []).append(item.reference)
         calls[item.prompt] = calls.get(item.prompt, -1) + 1
         return Outcome(float(calls[item.prompt] < int(item.reference)))
 
@@ -126,6 +127,7 @@ def test_metrics_per_source(home, tmp_path):
                 "odd/judge": 4 / 8}  # yapf: disable
     assert {key: metrics[f"eval/{key}"] for key in expected} == pytest.approx(expected)
     assert 1 <= metrics["eval/all/len"] <= 12
+    assert groups == {row: [str(row)] * 4 for row in range(4)}, "rewards know the rows apart"
     assert (metrics["eval/odd/pass@2/low"], metrics["eval/odd/pass@2/high"]) == wilson_interval(3 / 4, 2)
     assert (metrics["eval/all/prompts"], metrics["eval/odd/prompts"]) == (4, 2)
 

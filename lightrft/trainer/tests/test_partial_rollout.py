@@ -9,7 +9,7 @@ import torch
 from lightrft.tests.support import runs, tiny, tiny_task
 from lightrft.tests.support.launch import finish
 from lightrft.trainer.carried_groups import group_state, load_group
-from lightrft.trainer.fast_exp_maker import FastExperienceMaker
+from lightrft.trainer.fast_exp_maker import FastExperienceMaker, NaiveExperienceMaker
 from lightrft.trainer.prompt_source import PromptSource
 from lightrft.types import Batch, Episode, Prompt, Segment
 from lightrft.utils.errors import UserError
@@ -55,6 +55,20 @@ def sequences(exp):
     cu = exp.cu_seqlens.tolist()
     columns = exp.token_ids, exp.rollout_logprobs, exp.weight_versions
     return [[column[a:b].tolist() for column in columns] for a, b in zip(cu, cu[1:])]
+
+
+def test_without_overlap_generation_stops_at_the_same_token(home, tmp_path):
+
+    def first(kind):
+        made = trainer_of(home, tmp_path / kind.__name__, oversample=2.0)
+        made.maker.__class__ = kind
+        made.sync_weights(0)
+        rollout = made.source.make(0)
+        return rollout.episodes, made.source.groups, rollout.metrics["rollout/partial/left_groups"]
+
+    chosen, carried, left = first(FastExperienceMaker)
+    assert (chosen, carried, left) == first(NaiveExperienceMaker) and left == BATCH
+    assert any(episode.open for group in carried.values() for episode in group)
 
 
 @pytest.mark.parametrize("oversample,max_staleness,episodes", [(1.25, 1, 1), (2.0, 1, 2), (2.0, 3, 2)])
