@@ -4,10 +4,13 @@ import random
 import pytest
 import torch
 
+from lightrft.models.shared_prompts import forward_row
+from lightrft.tests.support.threads import World
 from lightrft.trainer import batch_plan
 from lightrft.trainer.batch_plan import (BatchPlan, karmarkar_karp, MicroBatchLimits, mini_batches, pass_tokens,
                                          plan_mini_batch, rank_tokens, select_micro_batch, SharedWork)
-from lightrft.types import Experience
+from lightrft.trainer.shards import Shards
+from lightrft.types import Batch, Episode, Experience, Prompt, Segment
 
 fill = batch_plan._fill
 
@@ -152,3 +155,18 @@ def test_prompts_are_shared_unless_the_busiest_rank_computes_more(lens, shared, 
     assert max(rank_tokens(plan, lens, shared)) <= max(rank_tokens(apart, lens, shared))
     halves = [samples[:len(samples) // 2], samples[len(samples) // 2:]]
     assert (sorted(sorted(part) for part, in plan) == halves) == together
+
+
+def test_the_plan_counts_what_a_pass_shares():
+    """A group whose responses begin with two prompts of equal length, a longer one, and one with other pictures."""
+    prompts = [([1, 2], ()), ([1, 2], ()), ([1, 3], ()), ([1, 2, 3], ()), ([1, 2], ("a", )), ([1, 2], ("a", ))]
+    samples = [Episode(Prompt("0", ids, "p", media=media), 0, number, [Segment([9], [-1.0], version=0)], "stop")
+               for number, (ids, media) in enumerate(prompts)]  # yapf: disable
+
+    def work(strategy):
+        shared = Shards(strategy, Batch.of(samples[strategy.rank::strategy.world_size])).shared_work(True)
+        return [shared.saved(range(6)), shared.saved([0, 2, 3, 4]), shared.saved([0, 1, 2])]
+
+    whole_pass = Batch.of(samples)
+    saved = whole_pass.num_tokens - forward_row(whole_pass).row.num_tokens
+    assert saved == 4 and World(1).run(work) == [[saved, 0, 2]] and World(2).run(work) == [[saved, 0, 2]] * 2

@@ -12,7 +12,6 @@ import torch
 from lightrft.algorithms import ADVANTAGES
 from lightrft.tests.support.ragged import ours
 from lightrft.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
-from lightrft.models.shared_prompts import forward_row
 from lightrft.ops.segment import group_stats
 from lightrft.strategy.base import Prepared
 from lightrft.tests.support import runs
@@ -163,21 +162,6 @@ def test_an_epoch_fetches_what_it_trains_and_drops_it(ranks):
 
     for held, home in World(ranks).run(work):
         assert held == max(home, 1), "copies of an epoch are kept"
-
-
-def test_the_plan_counts_what_a_pass_shares():
-    """A group whose responses begin with two prompts of equal length, a longer one, and one with other pictures."""
-    prompts = [([1, 2], ()), ([1, 2], ()), ([1, 3], ()), ([1, 2, 3], ()), ([1, 2], ("a", )), ([1, 2], ("a", ))]
-    samples = [replace(sample(number), prompt=Prompt("0", ids, "p", media=media), group_id=0, index=number)
-               for number, (ids, media) in enumerate(prompts)]  # yapf: disable
-
-    def work(strategy):
-        shared = Shards(strategy, Batch.of(samples[strategy.rank::strategy.world_size])).shared_work(True)
-        return [shared.saved(range(6)), shared.saved([0, 2, 3, 4]), shared.saved([0, 1, 2])]
-
-    whole_pass = Batch.of(samples)
-    saved = whole_pass.num_tokens - forward_row(whole_pass).row.num_tokens
-    assert saved == 4 and World(1).run(work) == [[saved, 0, 2]] and World(2).run(work) == [[saved, 0, 2]] * 2
 
 
 def test_a_few_sequences_can_be_everywhere():
