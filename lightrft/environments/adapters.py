@@ -8,7 +8,7 @@ from lightrft.environments.base import Info, Message, Step, Task, ToolCall, Turn
 from lightrft.environments.games import GymnasiumGame, RllmGame, SwiftGym, TextArenaGame
 from lightrft.environments.interop import (called, closed, dataclass_in_hint, MadePerRow, number, numbers, parameters,
                                            row_of, taken)
-from lightrft.environments.tools import Answered, told, ToolBox, ToolEnvironment
+from lightrft.environments.tools import Answered, schema_of, told, ToolBox, ToolEnvironment
 from lightrft.environments.verl import made, VerlInteraction, VerlToolBox, VerlTools
 from lightrft.utils.errors import CaptureException, UserError
 
@@ -40,7 +40,28 @@ def _has(*methods: str) -> Callable[[type], bool]:
 
 def _native(cls: type) -> Adapter:
     _check_made(cls)
-    return Adapter(cls, Info("environment", tuple(getattr(cls, "tools", ()) or ())))
+    return Adapter(cls, Info("environment", tuple(_schemas(cls))))
+
+
+def _schemas(cls: type) -> list[dict[str, Any]]:
+    """Return the schemas in the list ``tools`` of a class; those of functions in it are made.
+
+    Raises:
+        UserError: it is no list, or something in it is no schema.
+    """
+    tools = getattr(cls, "tools", None) or []
+    listed = isinstance(tools, (list, tuple))
+    schemas = [schema_of(tool) if callable(tool) else tool for tool in tools] if listed else []
+    if not listed or not all(map(_is_schema, schemas)):
+        raise UserError(
+            f"the tools of the environment {cls.__name__} are {tools!r}: expected a list of functions with docstrings, "
+            "or of schemas {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}")
+    return schemas
+
+
+def _is_schema(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 class TurnEnvironment:

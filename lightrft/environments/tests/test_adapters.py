@@ -233,6 +233,19 @@ def _nothing():
     return "nothing"
 
 
+@pytest.mark.parametrize("listed, names", [((), []), ([foreign.double], ["double"]), (
+    [{"type": "function", "function": {"name": "f"}}, foreign.double], ["f", "double"])])  # yapf: disable
+def test_tools_of_a_class_are_schemas_or_functions(listed, names):
+    info = adapter_of(type("Game", (Level, ), {"tools": listed, "__init__": lambda self: None})).info
+    assert [schema["function"]["name"] for schema in info.tools] == names
+
+
+@pytest.mark.parametrize("wrong", [[{"name": "f"}], {"f": 1}, ["f"], property(lambda self: [])])
+def test_tools_that_are_none_are_refused_at_the_start(wrong):
+    with pytest.raises(UserError, match="the tools of the environment Game are .*expected a list of functions"):
+        adapter_of(type("Game", (Level, ), {"tools": wrong, "__init__": lambda self: None}))
+
+
 def test_what_has_no_known_interface():
     assert adapter_of(dict) is None and adapter_of(type("Bare", (), {})) is None
 
