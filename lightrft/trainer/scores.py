@@ -58,8 +58,8 @@ def _turns(episode: Episode, play: Play) -> list[list[Message]]:
             message, reward = next(parsed, message), rewards.get(next(ends))
             message = message | {"content": message["content"] or ""}
             turns.append([message if reward is None else message | {"reward": reward}])
-        else:
-            turns[-1].append(message)
+        else:  # also one that was said before the first turn
+            turns[-1:] = [[*(turns[-1] if turns else ()), message]]
     return turns
 
 

@@ -51,6 +51,8 @@ def test_a_saved_rollout_has_the_turns_as_messages_with_calls_and_rewards():
     assert saved["environment"] == {"turns": 2, "calls": 1, "wait_s": 0.5, "metrics": {"odd": 1.0}}
     begun = episode("It is 7.", 1.0, [*ASKED, {"role": "assistant", "content": "Well, "}])
     assert [turn["content"] for turn in log_row(begun)["messages"]] == ["3+4?", "Well, ", "7", "It is 7."]
+    begun.segments, begun.play = begun.segments[1:], Play(begun.play.messages[1:])
+    assert [turn["role"] for turn in log_row(begun)["messages"]][1:] == ["tool", "assistant"]
     begun.play = None
     assert not {"messages", "tools", "environment"} & log_row(begun).keys(), "a run without an environment"
 
