@@ -1,7 +1,9 @@
 """Observations as plain values: messages of an environment, texts and pictures as encoded bytes in base64. Nothing here
 imports torch: worker processes import this module, and what reads pictures only when there is one."""
+import json
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightrft.environments.base import Message, UnreadMedia
@@ -42,6 +44,7 @@ def plain_history(value: Any) -> list[Message] | None:
     """
     if value is None:
         return None
+    value = [*map(_with_content, value)] if isinstance(value, (list, tuple)) else value
     listed = _listed(value, (*_ROLES, "assistant"))
     if not listed or listed[-1]["role"] == "assistant":
         raise ValueError("a history has no message, or ends with one of the assistant, whose next turn the policy "
@@ -80,13 +83,29 @@ def _turn_of_policy(message: Message) -> Message:
     if message["role"] != "assistant":
         return {}
     calls = message.get("tool_calls") or []
-    for call in calls if isinstance(calls, list) else [calls]:
-        made = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(made, dict) or not isinstance(made.get("name"), str):
-            raise TypeError(f"a call of a tool in a history is {call!r}: expected {{'type': 'function', 'function': "
-                            "{'name', 'arguments'}}, as turn.message has it")
+    made = [_call_of_policy(call) for call in (calls if isinstance(calls, list) else [calls])]
     thoughts = {name: message[name] for name in _THOUGHTS if isinstance(message.get(name), str)}
-    return thoughts | ({"tool_calls": calls} if calls else {})
+    return thoughts | ({"tool_calls": made} if made else {})
+
+
+def _call_of_policy(call: Any) -> Any:
+    """Return a call of a tool, whose arguments are an object; in the form of OpenAI they are a text of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise TypeError(f"a call of a tool in a history is {call!r}: expected {{'type': 'function', 'function': "
+                        "{'name', 'arguments'}}, as turn.message has it")
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _with_content(message: Any) -> Any:
+    """Return a message; a turn of the assistant that calls tools alone may have no content."""
+    if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None:
+        return message | {"content": ""}
+    return message
 
 
 def has_pictures(step: Any) -> bool:

@@ -166,6 +166,25 @@ def test_what_is_no_history(value, error):
         plain_history(value)
 
 
+@pytest.mark.parametrize("arguments", ["no json", "[1]", "", None, [1]])
+def test_a_call_in_a_history_whose_arguments_are_no_object_is_a_fault_of_the_environment(arguments):
+    """The chat template would end the run."""
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    with pytest.raises(TypeError, match="a call of a tool in a history is"):
+        plain_history([{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "b"}])
+
+
+def test_a_history_may_have_the_form_of_openai():
+    """Turns that call tools have no content, and arguments are a text."""
+    user = {"role": "user", "content": "b"}
+    turns = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", **given}}], **content}
+             for given, content in (({"arguments": '{"a": 1}'}, {"content": None}), ({}, {}))]  # yapf: disable
+    first, second, last = plain_history([*turns, user])
+    assert first == {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}]}  # yapf: disable
+    assert (second["content"], second["tool_calls"][0]["function"]["arguments"], last) == ("", {}, user)
+
+
 def test_a_history_keeps_calls_thoughts_and_the_media_of_its_row():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turn = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
