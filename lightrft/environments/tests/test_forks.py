@@ -10,6 +10,7 @@ from lightrft.environments.observations import plain_history
 from lightrft.environments.play import Player
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.environments.worker import plain
+from lightrft.inference.generation import BatchGenerator
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.scheduler import generate
@@ -155,6 +156,13 @@ def test_histories_that_are_none_are_faults_of_the_environment(player, engine, w
     found = play(player, engine, groups(player, word, word))
     assert told and all(error in failure.detail for failure in told)
     assert sum(episode.play.failure == "exception" for episode in found) == len(told)
+
+
+def test_a_row_of_generate_has_the_prompt_of_the_first_branch(player, engine):
+    """Its output begins behind that."""
+    episode = next(each for each in play(player, engine, groups(player, "one", "one")) if each.closed)
+    made = BatchGenerator(None, None, player.tokenizer, None, 1, 0, None)
+    assert made.row(episode)["input"] == episode.closed[0].prompt.text != episode.prompt.text
 
 
 @pytest.mark.parametrize("value,error", [
