@@ -68,9 +68,12 @@ def number(value: Any) -> float | None:
 
 
 def scalar(value: Any) -> float:
-    """Return a number, also of a tensor with one value or of a list of one."""
-    value = value.item() if hasattr(value, "item") else value
-    return float(value[0] if isinstance(value, (list, tuple)) else value)
+    """Return a number, also of a tensor with one value or of a list of one. Anything else is a ``TypeError``."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return float(value[0] if isinstance(value, (list, tuple)) else value)
+    except (TypeError, ValueError, LookupError, RuntimeError):
+        raise TypeError(f"a reward or metric of an environment is {value!r:.200}, and must be a number") from None
 
 
 def numbers(values: Any) -> dict[str, float]:

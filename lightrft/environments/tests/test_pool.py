@@ -12,8 +12,9 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
-from lightrft.environments import pool as pool_module
+from lightrft.environments import interop, pool as pool_module
 from lightrft.environments.base import EnvironmentSpec, Failure, Step, Task, Turn
 from lightrft.environments.loading import load
 from lightrft.environments.opening import spec_of
@@ -68,6 +69,12 @@ def test_sessions_have_their_own_state(pool):
             assert answer == Step([{"role": "user", "content": f"a {seed} {number}"}], 0.5)
     for session in sessions:
         pool.close(session)
+
+
+@pytest.mark.parametrize("value", ["good", [], [[1]], {}, torch.ones(2)])
+def test_a_reward_that_is_no_number_is_named(value):
+    with pytest.raises(TypeError, match="a reward or metric of an environment is .*, and must be a number"):
+        interop.number(value)
 
 
 def test_a_fault_costs_its_response_alone_and_no_other_waits(pool):
