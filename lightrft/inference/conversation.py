@@ -16,6 +16,7 @@ from lightrft.trainer.samples import decode, sample_seed
 from lightrft.types import Episode, Prompt
 from lightrft.utils.errors import UserError
 from lightrft.utils.logging import silent
+from lightrft.utils.play import Shown
 
 PIECE = 16  # tokens that are generated before they are shown
 UNFINISHED = "�"  # the end of a text whose last character has further bytes
@@ -33,6 +34,7 @@ class Conversation:
     waiting: list[str] = field(default_factory=list)
     turns: int = 0
     shown: list[str] = field(default_factory=list)  # pictures of the environment in the messages of the last answer
+    rewritten: Episode | None = None  # the last answer, if its environment has rewritten the conversation in it
 
     @staticmethod
     def check(model: LoadedModel) -> None:
@@ -76,9 +78,19 @@ class Conversation:
         pictures, self.waiting = [*self.pictures, *self.waiting], []
         prompt = self._prompt([*self.messages, said], pictures)
         pieces = self._pieces if self.model.environment is None else self._played
-        self.shown = []
-        self.messages += [said, *(yield from pieces(prompt))]
-        self.pictures, self.turns = [*pictures, *self.shown], self.turns + 1
+        self.shown, self.rewritten = [], None
+        answer = yield from pieces(prompt)
+        before = [*self.messages, said]
+        if self.rewritten is not None:
+            before, pictures = self._rewritten_by(self.rewritten, dict(zip(prompt.media, pictures)))
+        self.messages, self.turns = [*before, *answer], self.turns + 1
+        self.pictures = [*pictures, *self.shown]
+
+    def _rewritten_by(self, answer: Episode, pictures: dict[str, str]) -> tuple[list[Message], list[str]]:
+        """Return the messages and the pictures before the last branch of an answer; ``pictures``: those before, by
+        key."""
+        sources = pictures | {one.key: _uri(one) for one in (answer.play.shown if answer.play else ())}
+        return answer.prompt.messages, [sources[key] for key in answer.prompt.media]
 
     def _prompt(self, messages: list[Message], pictures: list[str]) -> Prompt:
         """Render and tokenize the conversation as a row of a data set."""
@@ -121,9 +133,22 @@ class Conversation:
         if answer.play.failure:
             yield f"[the environment failed: {answer.play.failure}]\n"
         decode(self.model.tokenizer, [answer], sampling.stop_token_ids)
-        self.shown = [f"data:;base64,{one.data}" for one in answer.shown]  # those of reset() are not in the messages
+        self.shown = [*map(_uri, answer.shown)]  # those of reset() are not in the messages
+        if answer.closed:
+            self.rewritten = answer
         with_roles = environment is not None and environment.form is not None
-        return answer.play.messages if with_roles else [{"role": "assistant", "content": answer.text}]
+        return _last_turns(answer) if with_roles else [{"role": "assistant", "content": answer.text}]
+
+
+def _uri(picture: Shown) -> str:
+    return f"data:;base64,{picture.data}"
+
+
+def _last_turns(answer: Episode) -> list[Message]:
+    """Return the turns of the last branch of an answer, and what they were answered with."""
+    messages, count = answer.play.messages if answer.play else [], sum(drawn for drawn, *_ in answer.runs)
+    starts = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[starts[-count]:] if count else []
 
 
 WORDS = {"exit": "/exit", "clear": "/reset"}  # whole lines that mean a command, in any case, as in OpenRLHF

@@ -1,6 +1,8 @@
 """Environments that rewrite the conversation: the response goes on behind another prompt, in another branch."""
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +13,19 @@ from lightrft.environments.play import Player
 from lightrft.environments.pool import EnvironmentPool
 from lightrft.environments.worker import plain
 from lightrft.inference.generation import BatchGenerator
+from lightrft.inference.tests.test_chat import opened
 from lightrft.rollout.engine import SamplingParams
 from lightrft.rollout.hf.engine import HFEngine
 from lightrft.rollout.scheduler import generate
-from lightrft.tests.support import environments, tiny, tool_models
+from lightrft.tests.support import environments, runs, tiny, tool_models
+from lightrft.tests.support.environment_ranks import gradients, ready
 from lightrft.tests.support.forks import alone
+from lightrft.tests.support.invariants import largest_gap
 from lightrft.trainer.carried_groups import group_state, load_group
 from lightrft.types import Episode, Prompt
 
 TURNS, NEW, ENDS = 5, 64, tuple(range(30, 60))
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 PARAMS = SamplingParams(NEW, stop_token_ids=ENDS)
 
 
@@ -35,9 +41,8 @@ def fixture_engine(tok):
     return HFEngine(model, {tok.eos_token_id}, 1 << 24)
 
 
-def started(tok):
-    return Player(EnvironmentPool(EnvironmentSpec(environments.__file__, "Compacting"), 1, 20.0), tok,
-                  ChatFormat(tok, "qwen3"), TURNS, 200)  # yapf: disable
+def started(tok, path=environments.__file__, name="Compacting"):
+    return Player(EnvironmentPool(EnvironmentSpec(path, name), 1, 20.0), tok, ChatFormat(tok, "qwen3"), TURNS, 200)
 
 
 @pytest.fixture(name="player", scope="module")
@@ -139,6 +144,31 @@ def test_branches_of_a_checkpoint_are_played_again(tok, engine, straight, monkey
             assert facts(now) == facts(expected)
 
 
+def test_a_rollout_that_forks_is_trained(tmp_path):
+    """Engine and trainer have the same log-probs in all branches, and a turn has its reward where it ends."""
+    tool_models.save_model(tmp_path / "model", num_hidden_layers=1)
+    rows = [{"prompt": [{"role": "user", "content": text}], "reference": "7"} for text in runs.PROMPTS]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    made = ready(tmp_path, tmp_path / "run", "Compacting", max_turns=TURNS, advantage_estimator="reinforce",
+                 prompt_max_len=160, generate_max_len=70, max_epochs=2, stop=list("abcdefgh"))  # yapf: disable
+    done = made.maker.make([made.loader.dataset[i] for i in range(4)], 0)
+    whole = gradients(made, done)
+    alone_in_passes = gradients(made, done, rows=1)
+    made.environment.shutdown()
+    made.maker.rewards.shutdown()
+    forks = [len(episode.closed) for episode in done.episodes]
+    assert len({*forks}) > 1 and max(forks) == 2 and not any(episode.play.failure for episode in done.episodes)
+    assert done.metrics["env/forks/mean"] == sum(forks) / len(forks)
+    assert (done.exp.rollout_logprobs - done.exp.old_logprobs)[done.exp.loss_mask].abs().max() < 1e-5
+    assert largest_gap(whole, alone_in_passes) < 2e-6
+    for i, episode in enumerate(done.episodes):
+        exp = done.exp.select([i])
+        assert exp.loss_mask.sum() == episode.drawn_len and exp.num_tokens == episode.joined.num_tokens
+        ends = exp.step_rewards.nan_to_num().nonzero().flatten().tolist()
+        assert ends == [at for at, _ in episode.play.rewards] and exp.loss_mask[ends].all()
+        assert episode.reward == sum(reward for _, reward in episode.play.rewards)
+
+
 def test_a_history_without_room_ends_the_response(player, engine):
     found = play(player, engine, groups(player, "long", "long"))
     asked = [episode for episode in found if episode.play.limit == "no_room"]
@@ -163,6 +193,37 @@ def test_a_row_of_generate_has_the_prompt_of_the_first_branch(player, engine):
     episode = next(each for each in play(player, engine, groups(player, "one", "one")) if each.closed)
     made = BatchGenerator(None, None, player.tokenizer, None, 1, 0, None)
     assert made.row(episode)["input"] == episode.closed[0].prompt.text != episode.prompt.text
+
+
+def test_a_chat_goes_on_with_what_its_environment_has_written(tmp_path):
+    model = tool_models.save_model(tmp_path / "model", num_hidden_layers=1, initializer_range=0.12)
+    chat = opened(model, environment=f"{environments.__file__}:Compacting", max_turns=TURNS, generate_max_len=110,
+                  stop=[chr(97 + number) for number in range(26)], prompt_max_len=400)  # yapf: disable
+    lengths = []
+    for text in ("one", "two"):
+        written = "".join(chat.ask(text))
+        (summary, ) = [
+            number for number, message in enumerate(chat.messages) if message["content"].startswith("so far")
+        ][-1:]
+        assert chat.messages[0] == {"role": "user", "content": "one"} and chat.messages[summary]["content"] in written
+        assert chat.messages[summary - 1] == {"role": "assistant", "content": "< |im_end|>"}
+        lengths.append(len(chat.messages) - summary)
+    chat.model.environment.shutdown()
+    assert max(lengths) <= 3, "a branch has two turns, and what was said before is not repeated"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="installed without its repository")
+def test_the_environment_of_the_page(tok, engine, tmp_path):
+    (code, ) = [block for block in re.findall("^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"),
+                                              re.MULTILINE | re.DOTALL) if "history=" in block]  # yapf: disable
+    (tmp_path / "compact.py").write_text(code, encoding="utf-8")
+    player = started(tok, str(tmp_path / "compact.py"), "")
+    found = play(player, engine, groups(player))
+    player.shutdown()
+    (forked, *_) = [episode for episode in found if episode.closed]
+    notes = player.form.neutral(f"So far: {'. '.join(text[:20] for text in forked.play.answers[:2])}")
+    assert forked.branches[1].prompt.messages[1:] == [forked.closed[0].prompt.messages[1],
+                                                      {"role": "user", "content": notes}]  # yapf: disable
 
 
 @pytest.mark.parametrize("value,error", [

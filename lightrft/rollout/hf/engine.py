@@ -184,7 +184,7 @@ class HFEngine:
         space, plan = cast(Workspace, self._space), self._plan(opened)
         params, present = covering(response.params for response in opened), space.cache.plan
         return (space.takes(params) and plan.prompt_len <= present.prompt_len and plan.slots < 2 * present.slots
-                and (self.longest > 0 or _longest(opened) <= self._length))
+                and plan.prompts < 2 * present.prompts and (self.longest > 0 or _longest(opened) <= self._length))
 
     def _begin(self, opened: list[OpenResponse]) -> None:
         """Bring the model into the state of generation, and give ``opened`` a workspace."""

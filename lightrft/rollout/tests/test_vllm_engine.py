@@ -17,6 +17,7 @@ from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_contract import EngineContract
 from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, SIZES, STOPS, EngineRig, requests
 from lightrft.tests.support.episodes import Group, generate
+from lightrft.tests.support.forks import branches_are_those_of_their_prompts
 from lightrft.tests.support.quick_starts import quick_starts
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.utils import watchdog
@@ -131,6 +132,13 @@ def test_turns(rig, temperature):
     if not temperature:
         turns.an_environment_in_workers_answers(rig.vllm, rig.hf, rig.tokenizer, requests(),
                                                 lambda one, ids: rig.logprobs(one, ids, params))
+
+
+def test_branches(rig):
+    """A branch is another request under the key of its response."""
+    rig.ready()
+    branches_are_those_of_their_prompts(rig.vllm, requests(), close=1e-5)
+    assert not rig.unfinished()
 
 
 def test_a_cut_turn(rig):

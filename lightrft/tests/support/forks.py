@@ -78,3 +78,16 @@ def branches_are_those_of_their_prompts(engine, asked: list[Group], params=PARAM
         one = alone(engine, branch, params)
         assert (one.token_ids, one.loss_mask) == (branch.token_ids, branch.loss_mask)
         assert one.logprobs == pytest.approx(branch.logprobs, abs=close)
+
+
+def branches_of_a_group(engine, asked: list[Group], mine: slice, first: bool) -> None:
+    """Ranks that share an engine: each rewrites the conversations of its own requests ``asked[mine]``; whose they are
+    changes nothing, so all ranks draw a branch with the same noise."""
+    own, everything = episodes_of(asked[mine]), episodes_of(asked if first else [])
+    for episodes in (own, everything):
+        generate(engine, episodes, PARAMS, Rewriter())
+    assert any(len(episode.closed) > 1 for episode in own)
+    by_first = [episode for episode in everything if episode.group_id in range(len(asked))[mine]]
+    for one, other in zip(own, by_first, strict=first):
+        assert [branch.token_ids for branch in one.branches] == [branch.token_ids for branch in other.branches]
+        assert one.joined.logprobs == pytest.approx(other.joined.logprobs, abs=1e-5)

@@ -29,6 +29,7 @@ from lightrft.tests.support import tiny, turns
 from lightrft.tests.support.engine_contract import EngineContract
 from lightrft.tests.support.engine_rig import EXACT, LIMIT, NEW, names_a_fault, requests
 from lightrft.tests.support.episodes import Group, generate
+from lightrft.tests.support.forks import branches_are_those_of_their_prompts
 from lightrft.tests.support.faulty_sync import OF_STREAMS, TARGET
 from lightrft.tests.support.sglang_rig import SIZES, Rig, forked, state, verifier
 from lightrft.utils.errors import UserError
@@ -161,6 +162,13 @@ def test_turns(rig, temperature):
     if not temperature:
         turns.an_environment_in_workers_answers(rig.engine, rig.hf, rig.tokenizer, requests(),
                                                 lambda one, ids: rig.logprobs(one, ids, params))
+    assert not rig.unfinished()
+
+
+def test_branches(rig):
+    """A branch is another request under the key of its response."""
+    rig.ready()
+    branches_are_those_of_their_prompts(rig.engine, requests(), close=1e-5)
     assert not rig.unfinished()
 
 

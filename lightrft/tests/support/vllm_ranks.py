@@ -17,6 +17,7 @@ from lightrft.strategy.optimizer import OptimSpec
 from lightrft.strategy.strategy import get_strategy
 from lightrft.tests.support.engine_rig import reports_responses_as_they_end
 from lightrft.tests.support.episodes import Group, Response, generate
+from lightrft.tests.support.forks import branches_of_a_group
 from lightrft.tests.support.turns import turns_of_a_group
 from lightrft.tests.support.vllm_async import scheduled_ahead
 from lightrft.tests.support.weight_sync_ranks import changed
@@ -141,6 +142,7 @@ def main(folder: str, tp: int, early: bool) -> None:
         check(
             generate(engine, REQUESTS if strategy.rank == 0 else [], SAMPLED)[mine], sampled[:5 * (strategy.rank == 0)])
         turns_of_a_group(engine, reference, REQUESTS, mine, strategy.rank == 0)
+        branches_of_a_group(engine, REQUESTS, mine, strategy.rank == 0)
         for wanted in ((1, 1), (2, 1), (0, 1)) if early else ():
             stop_early(engine, REQUESTS[mine] if wanted[strategy.rank] else [], alone.hf_model, wanted[strategy.rank])
         changed(prepared.model)
