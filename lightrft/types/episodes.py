@@ -161,7 +161,7 @@ class Episode(TokenSequence):
 
     @property
     def offset(self) -> int:
-        """Number of tokens of the closed branches: the index in :attr:`joined` of the first token of this one."""
+        """Index in :attr:`joined` of the first token of the current branch, behind all tokens of the closed ones."""
         return sum(branch.num_tokens for branch in self.closed)
 
     @property
