@@ -108,7 +108,7 @@ def test_responses_fill_every_field_that_is_declared_to_be_read_from_them():
     assert exp.media == [("image:0", )] * 2 and Batch.of([]).num_tokens == 0
     for name, declared in Batch.declared().items():
         value = vars(exp)[name]
-        assert (value is not None) == bool(declared.packed or declared.segment or declared.axis == "cu"), name
+        assert (value is not None) == bool(declared.source or declared.axis == "cu"), name
         assert declared.axis == "list" or value is None or value.dtype == declared.dtype, name
 
 

@@ -216,7 +216,7 @@ class Shards:
 def _fields_of_responses(exp: Batch) -> dict[Any, Tensor]:
     """Return the values [b] that the responses of ``exp`` have: fields by name, numbers by ("extra", name)."""
     declared = exp.declared()
-    fields = {name: vars(exp)[name] for name, field in declared.items() if field.axis == "B" and field.packed}
+    fields = {name: vars(exp)[name] for name, field in declared.items() if field.axis == "B" and field.source}
     return fields | {("extra", name): values for name, values in exp.extra.items() if NUMBERS.get(name).axis == "B"}
 
 

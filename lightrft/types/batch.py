@@ -3,6 +3,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightrft.ops.segment import expand, HERE, position_ids, Ranks
 from lightrft.types.branches import MediaSpan
 from lightrft.types.episodes import Episode
-from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS, pack_responses
+from lightrft.types.fields import check_declared, Field, flatten, Numbers, NUMBERS
 from lightrft.utils.play import Shown
 from lightrft.utils.tensors import uploads
 
@@ -46,12 +47,12 @@ class Batch:
     advantages and token selections read it, [T] fields and ``cu_seqlens`` describe the sequences of this rank, and [B]
     fields the samples of all ranks.
     """
-    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, segment="token_ids")})
+    token_ids: Tensor = field(metadata={"declared": Field("T", torch.int64, source="token_ids")})
     cu_seqlens: Tensor = field(metadata={"declared": Field("cu", torch.int32)})  # [B + 1], starts with 0, ends with T
     # True on the tokens that the policy drew and learns from
-    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, segment="drawn")})
-    group_ids: Tensor = _per_sequence(torch.int64, packed=True)  # samples of one prompt share one id
-    indices: Tensor = _per_sequence(torch.int64, packed=True)  # of the samples in their groups
+    loss_mask: Tensor = field(metadata={"declared": Field("T", torch.bool, source="drawn")})
+    group_ids: Tensor = _per_sequence(torch.int64, source="group_id")  # samples of one prompt share one id
+    indices: Tensor = _per_sequence(torch.int64, source="index")  # of the samples in their groups
     sample_ids: Tensor = _per_sequence(torch.int64)  # position in the global rollout batch, by group and index
     rewards: Tensor = _per_sequence()  # after shaping; meaningless where not scored
     scored: Tensor = _per_sequence(torch.bool)
@@ -65,9 +66,9 @@ class Batch:
     nll_weights: Tensor = _per_sequence(torch.float64)  # of the chosen one's NLL per token (of pairs); equal in a pair
     baseline_rewards: Tensor = _per_sequence(missing=NAN)  # of the prompt's greedy response, shaped alike
     baseline_lengths: Tensor = _per_sequence()  # tokens of that response
-    truncated: Tensor = _per_sequence(torch.bool, packed=True)  # the response hit the length limit
-    weight_versions: Tensor = _per_token(torch.int32, segment="version")  # -1: the policy did not draw it
-    rollout_logprobs: Tensor = _per_token(segment="logprobs")
+    truncated: Tensor = _per_sequence(torch.bool, source="truncated")  # the response hit the length limit
+    weight_versions: Tensor = _per_token(torch.int32, source="version")  # -1: the policy did not draw it
+    rollout_logprobs: Tensor = _per_token(source="logprobs")
     old_logprobs: Tensor = _per_token()
     ref_logprobs: Tensor = _per_token()
     teacher_logprobs: Tensor = _per_token()
@@ -80,12 +81,13 @@ class Batch:
     selected: Tensor = _per_token(torch.bool)  # what the policy loss chose of the current mini-batch; False elsewhere
     returns: Tensor = _per_token()
     token_weights: Tensor = _per_token()  # of the gradient of a token, which counts as one token all the same
-    media: list[tuple[str, ...]] | None = _declare("list", packed=True)  # keys, in the order of their tokens
-    prompt_lens: list[int] | None = _declare("list", packed=True)
-    media_spans: list[tuple[MediaSpan, ...]] | None = _declare("list", packed=True)  # behind prompts; None: there none
-    shown: list[tuple[Shown, ...]] | None = _declare("list", packed=True)  # by environments, among ``media``
+    media: list[tuple[str, ...]] | None = _declare("list", source="joined.media")  # keys, in the order of their tokens
+    prompt_lens: list[int] | None = _declare("list", source="joined.prompt_len")
+    # behind prompts; None: there none
+    media_spans: list[tuple[MediaSpan, ...]] | None = _declare("list", source="joined.media_spans")
+    shown: list[tuple[Shown, ...]] | None = _declare("list", source="pictures")  # by environments, among ``media``
     # start and stop, in its sequence, of each prompt behind which an episode goes on (:attr:`Episode.forks`)
-    forks: list[tuple[tuple[int, int], ...]] | None = _declare("list", packed=True)
+    forks: list[tuple[tuple[int, int], ...]] | None = _declare("list", source="forks")
     extra: dict[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = HERE
     before: ClassVar[list[int] | None] = None  # no sequence continues another
@@ -102,10 +104,15 @@ class Batch:
     @classmethod
     def of(cls, responses: Sequence[Episode]) -> "Batch":
         """Pack responses on the CPU, with the fields and the numbers that they have."""
-        lens = [response.joined.num_tokens for response in responses]
+        pieces = [response.pieces for response in responses]
+        counts = [[len(piece.token_ids) for piece in of_response] for of_response in pieces]
+        lens, flat = [*map(sum, counts)], ([*chain.from_iterable(pieces)], [*chain.from_iterable(counts)])
         check_declared(name for response in responses for name in response.extra)
         extra = {name: NUMBERS.get(name).pack_numbers(name, responses, lens) for name in NUMBERS}
-        return cls(cu_seqlens=_boundaries(lens), extra=extra, **pack_responses(cls.declared(), responses))
+        read = {name: declared for name, declared in cls.declared().items() if declared.source}
+        values: dict[str, Any] = {name: one.pack_segments(*flat) if one.axis == "T" else one.pack_responses(responses)
+                                  for name, one in read.items()}  # yapf: disable
+        return cls(cu_seqlens=_boundaries(lens), extra=extra, **values)
 
     @classmethod
     def pack(cls, token_ids: Iterable[list[int]], loss_mask: Iterable[list[bool]] | None = None,

@@ -89,12 +89,22 @@ class TokenSequence:
     @property
     def media_spans(self) -> tuple[MediaSpan, ...]:
         """Tokens of the sequence, behind the prompt, that have media."""
-        spans, start = list[MediaSpan](), self.prompt_len
+        spans: list[MediaSpan] = []
+        start = self.prompt_len
         for segment in self.segments:
             stop = start + len(segment.token_ids)
-            spans += [MediaSpan(start, stop, segment.media)] if segment.media else []
+            if segment.media:
+                spans.append(MediaSpan(start, stop, segment.media))
             start = stop
         return tuple(spans)
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Keys of all media, in the order of their tokens."""
+        media = self.prompt.media
+        for segment in self.segments:
+            media += segment.media
+        return media
 
     @property
     def response_ids(self) -> list[int]:

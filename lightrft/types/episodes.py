@@ -156,6 +156,8 @@ class Episode(TokenSequence):
     @property
     def forks(self) -> tuple[tuple[int, int], ...]:
         """Start and stop in :attr:`joined` of the prompts of all branches but the first."""
+        if not self.closed:
+            return ()
         starts = accumulate(branch.num_tokens for branch in self.closed)
         return tuple((start, start + branch.prompt_len) for start, branch in zip(starts, self.branches[1:]))
 
@@ -175,14 +177,10 @@ class Episode(TokenSequence):
         by_key = {} if self.play is None else {picture.key: picture for picture in self.play.shown}
         return [by_key[key] for span in self.media_spans for key in span.keys if key in by_key]
 
-    def columns(self) -> dict[str, Any]:
-        """Return the fields of a batch with a value per sequence that the episode has, by name."""
-        whole = self.joined
-        spans, prompts = whole.media_spans, whole.prompt.media
-        media = prompts + tuple(key for span in spans for key in span.keys) if spans else prompts
-        return {"group_ids": self.group_id, "indices": self.index, "truncated": self.truncated, "media": media,
-                "media_spans": spans, "prompt_lens": whole.prompt_len, "forks": self.forks if self.closed else (),
-                "shown": () if self.play is None else tuple(self.play.shown)}  # yapf: disable
+    @property
+    def pictures(self) -> tuple[Shown, ...]:
+        """All pictures that the environment has shown, those of the prompt first."""
+        return () if self.play is None else tuple(self.play.shown)
 
 
 def prompt_groups(episodes: Iterable[Episode]) -> list[list[Episode]]:

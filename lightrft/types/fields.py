@@ -1,14 +1,16 @@
 """Declarations of the fields of a batch: what a number belongs to, and how it is read from responses."""
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.types.branches import Segment
 from lightrft.types.episodes import Episode
 from lightrft.utils.errors import CaptureException, did_you_mean, UserError
 from lightrft.utils.registry import Registry
@@ -26,16 +28,15 @@ class Field:
     ``axis``: "T", a tensor with a value per token; "B", a tensor with a value per sequence; "list", an object per
     sequence, on the host; "cu", the boundaries of the sequences.
     ``missing``: the value of a sequence, or of a token, that has none; None: all have one.
-    ``packed``: a response has the field (:meth:`lightrft.types.Episode.columns`), and ``segment``: its segments have it
-    for "T", under this name, as a list or as one value of all their tokens. The others are set by later stages.
+    ``source``: the attribute of a response that has the value; for "T" of its segments, which have a list, or one value
+    of all their tokens. Empty: later stages set the field.
     ``of``: reads a number from a response: its value, or the values of its last tokens for "T"; None: missing.
     """
     axis: str
     dtype: torch.dtype | None = None
     missing: float | None = None
-    packed: bool = False
+    source: str = ""
     of: Callable[[Episode], Any] = field(default=lambda response: None)
-    segment: str = ""
 
     def pack(self, values: Sequence[Any]) -> Any:
         """Join the values of sequences: one of each, or lists of one per token."""
@@ -45,8 +46,13 @@ class Field:
             return flatten(values, self.dtype or torch.float32)
         return torch.tensor([self.missing if value is None else value for value in values], dtype=self.dtype)
 
-    def pack_segments(self, values: Sequence[Any], counts: Sequence[int]) -> Tensor:
-        """Join the values of segments of ``counts`` tokens: lists, or one value of all their tokens."""
+    def pack_responses(self, responses: Sequence[Episode]) -> Any:
+        """Join the values of responses."""
+        return self.pack([*map(attrgetter(self.source), responses)])
+
+    def pack_segments(self, segments: Sequence[Segment], counts: Sequence[int]) -> Tensor:
+        """Join the values of the tokens of segments, which have ``counts`` tokens."""
+        values = [*map(attrgetter(self.source), segments)]
         if not values or isinstance(values[0], list):
             return self.pack(values)
         return torch.from_numpy(np.repeat(torch.tensor(values, dtype=self.dtype).numpy(), counts))
@@ -103,16 +109,6 @@ class Field:
         if self.missing is None:
             raise ValueError("no value is declared for a missing one")
         return torch.full(shape, self.missing, dtype=self.dtype)
-
-
-def pack_responses(declared: Mapping[str, Field], responses: Sequence[Episode]) -> dict[str, Any]:
-    """Join the values of the fields that responses have, by name."""
-    rows = [response.columns() for response in responses]
-    pieces = [*chain.from_iterable(response.pieces for response in responses)]
-    counts = [len(piece.token_ids) for piece in pieces]
-    columns = {name: field.pack([row[name] for row in rows]) for name, field in declared.items() if field.packed}
-    return columns | {name: field.pack_segments([getattr(piece, field.segment) for piece in pieces], counts)
-                      for name, field in declared.items() if field.segment}  # yapf: disable
 
 
 NUMBERS: Registry[Field] = Registry("number of a response")
@@ -178,7 +174,7 @@ def number(name: str, axis: str = "B", dtype: torch.dtype = torch.float32, missi
     Raises:
         UserError: an argument cannot be.
     """
-    declared = Field(axis, dtype, missing, True, of or (lambda response: response.extra.get(name)))
+    declared = Field(axis, dtype, missing, of=of or (lambda response: response.extra.get(name)))
     if problem := _problem(name, declared, of):
         raise UserError(f"number({name!r}): {problem}")
     NUMBERS.register(name)(declared)
