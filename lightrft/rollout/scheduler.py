@@ -3,7 +3,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
@@ -116,6 +115,8 @@ class Run:
         """Return what has finished since the last call: in rounds of other callers, or else in the next one."""
         if not self._ended:
             self.scheduler.step()
+        if not self._ended:
+            return Round([], [])
         ended, self._ended = self._ended, []
         complete = [name for name in dict.fromkeys(name for name, _ in ended) if name not in self.left]
         self._news |= bool(complete)
@@ -215,21 +216,30 @@ class Scheduler:
         Raises:
             RuntimeError: the engine makes no progress.
         """
-        with ExitStack() as after_an_error:
-            after_an_error.callback(self._lose_all)
-            before, self._aborting = Progress.ticks, False
-            reported = self.engine.step()
-            if reported:
-                tick()
-            elif self.waiting and len(self.waiting) == len(self.flights):
-                self._arrived.wait(_LOOK_S if self.engine.group is None else _ROUND_S)
-                self._arrived.clear()
-                tick()
-            self._idle = 0 if Progress.ticks != before else self._idle + 1
+        done = False
+        try:
+            self._round()
+            done = True
+        finally:
+            if not done:
+                self._lose_all()
+
+    def _round(self) -> None:
+        """Run a round, and deal with what it ends; most end nothing."""
+        engine, before, self._aborting = self.engine, Progress.ticks, False
+        reported = engine.step()
+        if reported:
+            tick()
+        elif self.waiting and len(self.waiting) == len(self.flights):
+            self._arrived.wait(_LOOK_S if engine.group is None else _ROUND_S)
+            self._arrived.clear()
+            tick()
+        self._idle = 0 if Progress.ticks != before else self._idle + 1
+        if self._idle and self._idle % _IDLE_ROUNDS == 0:
             self._check_progress()
+        if reported or self.waiting:
             ended, stopped = self._sorted(reported)
             self._go_on(ended | self._turns(stopped))
-            after_an_error.pop_all()
 
     def _check_progress(self) -> None:
         """Refuse an engine that draws nothing. A round that shows no progress may have drawn a token, so there are not
@@ -238,8 +248,6 @@ class Scheduler:
         Raises:
             RuntimeError: there are more.
         """
-        if not self._idle or self._idle % _IDLE_ROUNDS:
-            return
         drawing = [flight for key, flight in self.flights.items() if key not in self.waiting]
         if self._idle > sum(flight.episode.num_tokens + flight.room for flight in drawing):
             raise RuntimeError(

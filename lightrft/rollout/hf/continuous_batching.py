@@ -66,6 +66,7 @@ class Generation:
         self.sizes = 0, 0, 0, 0  # that these take
         self.arranged: tuple[Any, ...] = ()  # shape that the attention has, and whether graphs read it
         self.variants: list[tuple[SamplingParams, np.ndarray]] = []  # parameters of the rows that draw, and the rows
+        self.usual = True  # all of them are ``params``
         self.waited = 0  # steps since the first of the answered responses was there
         space.begin(main := stop_of(params))
         self.stops = {params.stop_token_ids: (space.stop, set(main.nonzero()[:, 0].tolist()))}
@@ -239,14 +240,13 @@ class Generation:
         slots, moved = self.slots, self.slots.moved
         if moved:
             self._read()
-        usual = [params for params, _ in self.variants] == [self.params]
-        shape = self._shape(int(slots.count[:slots.live].max()), usual)
+        shape = self._shape(int(slots.count[:slots.live].max()))
         arranged = shape[:-1], self.graphs.enabled
         if moved or arranged != self.arranged:
             self.decode.arrange(*self.reads, *arranged)
             self.arranged = arranged
         compute = partial(self._compute, rows := shape.rows, shape.width, appended)
-        done = self.graphs.run(shape, compute) if usual and appended is None else compute()
+        done = self.graphs.run(shape, compute) if self.usual and appended is None else compute()
         slots.count[:rows] += slots.alive[:rows]
         finished = np.flatnonzero(done.cpu().numpy())  # the one sync of a step
         return self._end(finished) if len(finished) else []
@@ -275,13 +275,13 @@ class Generation:
                 "position_ids": torch.cat([positions, inputs["position_ids"]], 1)}  # yapf: disable
         return self.passes.run(inputs | both, Joined(self.decode, view))
 
-    def _shape(self, width: int, usual: bool) -> Shape:
+    def _shape(self, width: int) -> Shape:
         """Return the shape of a step whose longest response has ``width`` tokens, for graphs rounded up."""
         needed = Shape(*self.sizes, width)
         if not self.graphs.enabled:
             return needed
         needed = needed.padded(self.cache.plan)
-        return self.shapes.choose(needed) if usual else needed
+        return self.shapes.choose(needed) if self.usual else needed
 
     def _read(self) -> None:
         """Find the prompt slot and the prompt length that each row reads."""
@@ -293,6 +293,7 @@ class Generation:
         self.reads, self.sizes = (slots, lengths), sizes(slots, lengths)
         self.variants = [(params, drawing[rows])
                          for params, rows in _by_params([response.params for response in responses])]
+        self.usual = [params for params, _ in self.variants] == [self.params]
         self.slots.moved = False
 
     def _record_some(self, index: Tensor, logits: Tensor, params: SamplingParams) -> Tensor:
@@ -364,8 +365,7 @@ def _lengths(responses: Iterable[OpenResponse]) -> np.ndarray:
 
 
 def _by_params(params: Sequence[SamplingParams]) -> list[tuple[SamplingParams, np.ndarray]]:
-    """Indices of the rows of each set of parameters."""
-    distinct = dict.fromkeys(params)
-    if len(distinct) == 1:
+    """Indices of the rows of each set of parameters; mostly they are one object."""
+    if all(other is params[0] for other in params):
         return [(params[0], np.arange(len(params)))]
-    return [(same, np.array([i for i, other in enumerate(params) if other == same])) for same in distinct]
+    return [(same, np.array([i for i, other in enumerate(params) if other == same])) for same in dict.fromkeys(params)]

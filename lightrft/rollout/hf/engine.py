@@ -129,7 +129,6 @@ class HFEngine:
         self._queue.submit(episodes, params, waits)
         self._unplanned = True
 
-    @torch.no_grad()
     def step(self) -> dict[Key, Episode]:
         """Implement :meth:`~lightrft.rollout.engine.SteppedEngine.step`.
 
@@ -139,8 +138,8 @@ class HFEngine:
         if self._aborted or not self._queue.open:
             ended, self._aborted = self._aborted, []
         else:
-            self._check_ready()
-            ended = self._running().step()
+            with torch.no_grad():
+                ended = self._running().step()
             if not self._queue.open:
                 self._pause()
         return {response.key: response.episode for response in ended}
@@ -171,13 +170,15 @@ class HFEngine:
     # -- the running generation ---------------------------------------------------------------------------------------
     def _running(self) -> Generation:
         """Return the generation of the open responses, in a new workspace if the last one does not suit them."""
-        if self._generation is None or self._unplanned:
+        generation = self._generation
+        if generation is None or self._unplanned:
+            self._check_ready()
             opened = list(self._queue.open.values())
-            if self._generation is None or not self._suits(opened):
+            if generation is None or not self._suits(opened):
                 self._pause()
-                self._begin(opened)
+                self._generation = generation = self._begin(opened)
             self._unplanned = False
-        return cast(Generation, self._generation)
+        return generation
 
     def _suits(self, opened: list[OpenResponse]) -> bool:
         """Return True if the workspace takes all of ``opened``, and another would have less than twice its slots."""
@@ -186,7 +187,7 @@ class HFEngine:
         return (space.takes(params) and plan.prompt_len <= present.prompt_len and plan.slots < 2 * present.slots
                 and plan.prompts < 2 * present.prompts and (self.longest > 0 or _longest(opened) <= self._length))
 
-    def _begin(self, opened: list[OpenResponse]) -> None:
+    def _begin(self, opened: list[OpenResponse]) -> Generation:
         """Bring the model into the state of generation, and give ``opened`` a workspace."""
         params, self._length = covering(response.params for response in opened), self.longest or _longest(opened)
         with contextlib.ExitStack() as stack:
@@ -197,8 +198,8 @@ class HFEngine:
             space = self._space_for(self._plan(opened), spec, params, joined)
             stack.enter_context(packed_weights(self.modality.body(self.model)))
             self._session = stack.pop_all()
-        self._generation = Generation(self.model, self.modality, decode_pass, space, params, self._stop_mask,
-                                      self._graphs, self._queue, self.weight_version)
+        return Generation(self.model, self.modality, decode_pass, space, params, self._stop_mask, self._graphs,
+                          self._queue, self.weight_version)
 
     def _pause(self) -> None:
         """Take all slots away, and let the model train; the next step fills the slots again."""

@@ -121,7 +121,9 @@ class Prefill:
 
 def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched matrix product in float32, also of half precision (scores rounded to bfloat16 are off by percents)."""
-    if left.dtype == torch.float32 or not left.is_cuda:
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right, out=out)
+    if not left.is_cuda:
         return torch.bmm(left.float(), right.float(), out=out)
     if out is None:
         return torch.bmm(left, right, out_dtype=torch.float32)
