@@ -11,6 +11,7 @@ size over the size before the step, which includes a rank's own responses; the r
 what a rank passes to collectives.
 """
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -130,6 +131,7 @@ def measure(way: str, shape: list[int]) -> None:
     strategy = get_strategy(StrategyConfig(strategy="fsdp" if ranks > 1 else "single"))
     strategy.setup()
     exp, scored = local_batch(strategy.rank, ranks, *shape)
+    ctypes.CDLL(None).malloc_trim(0)  # else the step grows into memory that the making of the responses has freed
     sent, before = count_traffic(), status("VmRSS")  # the responses of this rank are in it
     strategy.barrier()
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
