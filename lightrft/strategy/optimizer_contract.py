@@ -24,13 +24,9 @@ def check_contract(entry: Optimizer, cfg: OptimConfig) -> None:
     name, declared = cfg.optim, {"step", *entry.moments(cfg)}
     _check_builder(name, entry.build)
     weight, state = _trained(entry, cfg, WHOLE, zeros=False)
-    other = {
-        key for key, value in state.items()
-        if key not in declared or key != "step" and (not isinstance(value, Tensor) or value.shape != SHAPE)
-    }
-    if other:
+    if other := [key for key, value in state.items() if key not in declared or key != "step" and not _is_moment(value)]:
         raise UserError(f"--optim {name}: its state has {', '.join(sorted(other))}; every entry but step must be a "
-                        f"tensor in the shape of the parameter, named in moments=(...) of its registration")
+                        "float32 tensor in the shape of the parameter, named in moments=(...) of its registration")
     started, kept = _trained(entry, cfg, WHOLE, zeros=True)
     if missing := [key for key in entry.moments(cfg) if not torch.as_tensor(kept[key]).any()]:
         raise UserError(f"--optim {name}: its moments {', '.join(missing)} stay 0; drop them from its registration")
@@ -43,6 +39,10 @@ def check_contract(entry: Optimizer, cfg: OptimConfig) -> None:
     if not entry.needs_whole and not torch.allclose(_trained(entry, cfg, HALVES, zeros=True)[0], weight):
         raise UserError(f"--optim {name}: it updates half a parameter differently from that half of the whole; "
                         "register it with needs_whole=True")
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == SHAPE and value.dtype == torch.float32
 
 
 def _check_builder(name: str, build: Build) -> None:

@@ -27,18 +27,20 @@ GPU = Device("cuda:0", 80 << 30, 80 << 30)
 
 
 class SignOfMean(torch.optim.Optimizer):
-    """Steps by the sign of a mean of gradients, which begins as the first one, or as ``zeros``; ``rate`` is its own."""
+    """Steps by the sign of a mean of gradients, in ``dtype``, which begins as the first one, or as ``zeros``; ``rate`` is
+    its own."""
 
-    def __init__(self, groups, defaults, zeros=False, rate=None):
+    def __init__(self, groups, defaults, zeros=False, rate=None, dtype=torch.float32):
         super().__init__(groups, defaults)
-        self.zeros, self.rate = zeros, rate
+        self.zeros, self.rate, self.dtype = zeros, rate, dtype
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for weight in group["params"]:
-                begun = torch.zeros_like(weight) if self.zeros else weight.grad.clone()
-                mean = self.state[weight].setdefault("mean", begun).lerp_(weight.grad, 0.1)
+                begun = (torch.zeros_like(weight) if self.zeros else weight.grad.clone()).to(self.dtype)
+                mean = self.state[weight].setdefault("mean", begun)
+                mean.lerp_(weight.grad.to(mean.dtype), 0.1)
                 weight -= (self.rate or group["lr"]) * mean.sign()
 
 
@@ -99,6 +101,8 @@ def test_a_name_that_is_registered_trains_and_no_other():
 @pytest.mark.parametrize("make, facts, words", [
     (torch.optim.AdamW, {"moments": ("exp_avg", )}, "its state has exp_avg_sq; every entry"),
     (torch.optim.NAdam, {"moments": ("exp_avg", "exp_avg_sq")}, "its state has mu_product; every entry"),
+    (lambda groups: SignOfMean(groups, {}, zeros=True, dtype=torch.float64), {"moments": ("mean", )},
+     "its state has mean; every entry but step must be a float32 tensor"),
     (torch.optim.AdamW, {"moments": ("exp_avg", "exp_avg_sq", "max")}, "its moments max stay 0; drop them"),
     (lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=1.0), {"moments": ("sum", )},
      "differ when its state begins as zeros"),
