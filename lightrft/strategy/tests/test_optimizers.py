@@ -27,8 +27,10 @@ GPU = Device("cuda:0", 80 << 30, 80 << 30)
 
 
 class SignOfMean(torch.optim.Optimizer):
-    """Steps by the sign of a mean of gradients, in ``dtype``, which begins as the first one, or as ``zeros``; ``rate`` is
-    its own."""
+    """Steps by the sign of a mean of gradients, in ``dtype``, which begins as the first one, or as ``zeros``.
+
+    ``rate`` is its own.
+    """
 
     def __init__(self, groups, defaults, zeros=False, rate=None, dtype=torch.float32):
         super().__init__(groups, defaults)
