@@ -49,7 +49,7 @@ def run(case: Case, tokens: int, latency_s: float) -> "tuple[float, list[Episode
     """Generate all responses; return wall seconds, and the responses."""
     case.prompts = [(number, replace(prompt, label=str(latency_s))) for number, prompt in case.prompts]
     start = time.monotonic()
-    _, _, episodes = case.generate(tokens, True)
+    _, _, episodes = case.generate(tokens)
     return time.monotonic() - start, episodes
 
 

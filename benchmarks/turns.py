@@ -1,13 +1,14 @@
-"""Compare responses of several turns with an environment to responses of one turn.
+"""Compare responses of several turns with an environment to responses of one turn with it, and without one.
 
     python benchmarks/turns.py [--engine hf] [--responses 64] [--tokens 256] [--stops 3] [--pairs 3] [--hidden 256]
         [--layers 4] [--out turns.json]
 
 The model has random weights and one token per character; a turn ends with one of ``--stops`` characters. The
 environment answers every turn at once, with 8 characters, in a worker process; what the policy reads of an answer has
-31 tokens. Each pair generates in turn responses of several turns, responses of one turn of the same length, and ones
-with as many drawn tokens, which are shorter by the answers. CPU seconds are those of this process, and of the worker
-apart; the table has medians, and the ratios their least and most. ``--out`` adds the pairs to those of a file.
+31 tokens. Each pair generates three times, with the same prompts and as many tokens: responses of several turns; of one
+turn, at whose end the same environment is asked once; and without an environment, so that nothing reads the text. CPU
+seconds are those of this process and the worker; the table has medians, and the ratios their least and most. ``--out``
+adds the pairs to those of a file.
 """
 import argparse
 import json
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from lightrft.types import Episode
 
 SAMPLES, LIMIT = 8, 2048
-COLUMNS = ("engine, model", "turns", "tokens, drawn", "several turns, CPU s", "one turn, same length, CPU s", "ratio",
-           "one turn, as many drawn, CPU s", "ratio", "worker, CPU s")  # yapf: disable
+COLUMNS = ("engine, model", "turns", "tokens, drawn", "several turns, CPU s", "of the worker", "one turn, CPU s",
+           "of the worker", "ratio", "no environment, CPU s", "ratio")  # yapf: disable
 HEADER = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|"
 
 
@@ -69,11 +70,16 @@ class Case:
                         for i, (text, ids) in enumerate(texts)]
         self.stops = tuple(self.tokenizer.convert_tokens_to_ids([*"etaoinshrdlu"[:args.stops]]))
 
-    def generate(self, tokens: int, plays: bool) -> "tuple[float, float, list[Episode]]":
-        """Generate responses of ``tokens``; return CPU seconds of this process and of the worker, and the responses."""
+    def generate(self, tokens: int, stops: bool = True, plays: bool = True) -> "tuple[float, float, list[Episode]]":
+        """Generate responses of ``tokens``; return CPU seconds of this process and of the worker, and the responses.
+
+        Args:
+            stops: turns end with one of the characters; else the only turn is as long as the response.
+            plays: with the environment.
+        """
         from lightrft.rollout.engine import SamplingParams
         from lightrft.trainer.samples import respond
-        params = SamplingParams(tokens, stop_token_ids=self.stops if plays else ())
+        params = SamplingParams(tokens, stop_token_ids=self.stops if stops else ())
         seeds = [[SAMPLES * i + j for j in range(SAMPLES)] for i, _ in self.prompts]
         worker, start = self.worker_s(), time.process_time()
         episodes = respond(self.engine, self.tokenizer, self.player if plays else None, self.prompts, seeds, params,
@@ -88,16 +94,23 @@ class Case:
 
     def pair(self, tokens: int) -> dict[str, float]:
         """Generate responses of several turns, and both kinds of one turn."""
-        several, worker, episodes = self.generate(tokens, True)
+        process, worker, episodes = self.generate(tokens)
         length, drawn = (statistics.mean(getattr(episode, name) for episode in episodes)
                          for name in ("response_len", "drawn_len"))  # yapf: disable
-        turns = statistics.mean(episode.play.turns for episode in episodes if episode.play is not None)
-        found = {"turns": turns, "tokens": length, "drawn": drawn, "several": several, "worker": worker}
-        for name, mean in (("same_length", length), ("as_many_drawn", drawn)):
-            seconds, _, alone = self.generate(round(mean), False)
-            assert {episode.response_len for episode in alone} == {round(mean)}
-            found[name] = seconds * mean / round(mean)
-        return found
+        measured = {"turns": _turns(episodes), "tokens": length, "drawn": drawn, "several": process + worker,
+                    "several_worker": worker}  # yapf: disable
+        for name, plays in (("one", True), ("alone", False)):
+            process, worker, episodes = self.generate(round(length), stops=False, plays=plays)
+            assert {episode.response_len for episode in episodes} == {round(length)}
+            assert _turns(episodes) == plays
+            measured[name] = (process + worker) * length / round(length)
+            measured[f"{name}_worker"] = worker
+        return measured
+
+
+def _turns(episodes: "list[Episode]") -> float:
+    """Return the mean number of turns that the environment has read."""
+    return statistics.mean(episode.play.turns if episode.play is not None else 0 for episode in episodes)
 
 
 def engine_of(kind: str, actor: "ActorLanguage", tokenizer: Any, bf16: bool) -> "RolloutEngine":
@@ -120,11 +133,18 @@ def row(title: str, pairs: list[dict[str, float]]) -> str:
     """Render the pairs of one engine and model."""
     median = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
     cells = [title, f"{median['turns']:.1f}", f"{median['tokens']:.0f}, {median['drawn']:.0f}",
-             f"{median['several']:.2f}"]  # yapf: disable
-    for name in ("same_length", "as_many_drawn"):
-        ratios = [pair["several"] / pair[name] for pair in pairs]
-        cells += [f"{median[name]:.2f}", f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
-    return f"| {' | '.join([*cells, format(median['worker'], '.2f')])} |"
+             *_seconds(median, "several"), *_seconds(median, "one"), _ratio(pairs, "one"), f"{median['alone']:.2f}",
+             _ratio(pairs, "alone")]  # yapf: disable
+    return f"| {' | '.join(cells)} |"
+
+
+def _seconds(median: dict[str, float], name: str) -> list[str]:
+    return [f"{median[name]:.2f}", f"{median[f'{name}_worker']:.2f}"]
+
+
+def _ratio(pairs: list[dict[str, float]], name: str) -> str:
+    ratios = [pair["several"] / pair[name] for pair in pairs]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def parser_of(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
