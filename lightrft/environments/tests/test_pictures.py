@@ -68,6 +68,7 @@ def test_the_policy_reads_and_learns_from_what_it_is_shown(family, tmp_path):
     assert (done.exp.rollout_logprobs - done.exp.old_logprobs).abs().max() < 1e-5
     it_is_one_prompt_and_the_picture_matters(made, done)
     branches_see_their_own_pictures(made, *done.episodes[-2:])
+    a_history_shows_pictures(made, next(episode for episode in done.episodes if episode.prompt.media))
     it_resumes_without_its_row(made, done.episodes[0])
     it_is_recorded(made, done, tmp_path)
     if family != "gemma3":  # some of whose weights have no gradient
@@ -102,6 +103,32 @@ def branches_see_their_own_pictures(made, first, second):
     whole, alone = Batch.of([forked]), Batch.of([first, second])
     assert whole.num_seqs == 1 and whole.media == [alone.media[0] + alone.media[1]]
     assert (actor(whole)[0] - actor(alone)[0]).abs().max() < 5e-6
+
+
+@torch.no_grad()
+def a_history_shows_pictures(made, episode):
+    """One of the row, for which a part without content stands, and one of the environment: engine and trainer have the
+    same log-probs behind them. There is no video of the row."""
+    data, = plain(Step(text="", images=[Image.new("RGB", (56, 56), "green")]))["images"]
+    told = [({"type": "image"}, "what?"), ({"type": "image", "data": data}, "and this?"), ({"type": "video"}, "gone?")]
+    said = [{"role": "user", "content": [part, {"type": "text", "text": text}]} for part, text in told]
+    found = []
+    for history in (said[:2], said):
+        forked = replace(episode, play=Play(), segments=[*episode.segments], closed=[], role="history")
+        answer = Future()
+        answer.set_result(Step(history=history))
+        prompt = PendingAnswer(made.environment, forked, answer, 0.0, drawn=1, room=150, cut=False).result()
+        found.append((forked, prompt))
+    (forked, prompt), (lost, ended) = found
+    assert ended is None and lost.play.failure == "exception" and not lost.play.shown
+    assert prompt.media == (episode.prompt.media[0], forked.play.shown[0].key)
+    forked.fork(prompt)
+    made.engine.wake()
+    generate(made.engine, [forked], made.maker.sampling)
+    made.engine.sleep()
+    exp = Batch.of([forked])
+    apart = made.prepared["actor"].model(exp)[0] - exp.rollout_logprobs
+    assert exp.loss_mask.sum() > episode.drawn_len and apart[exp.loss_mask].abs().max() < 1e-5
 
 
 def it_resumes_without_its_row(made, episode):
