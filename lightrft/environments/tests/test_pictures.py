@@ -129,6 +129,10 @@ def a_history_shows_pictures(made, episode):
     exp = Batch.of([forked])
     apart = made.prepared["actor"].model(exp)[0] - exp.rollout_logprobs
     assert exp.loss_mask.sum() > episode.drawn_len and apart[exp.loss_mask].abs().max() < 1e-5
+    shown, answer = [*forked.play.shown], Future()
+    answer.set_result(Step(history=said[1:2]))
+    prompt = PendingAnswer(made.environment, forked, answer, 0.0, drawn=1, room=150, cut=False).result()
+    assert prompt.media == (shown[0].key, ) and forked.play.shown == shown, "one that is shown again counts once"
 
 
 def it_resumes_without_its_row(made, episode):
