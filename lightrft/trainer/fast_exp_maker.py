@@ -201,7 +201,7 @@ class FastExperienceMaker:
     overlaps = True
 
     def __init__(self, config: Config, strategy: StrategyBase, engine: RolloutEngine, rewards: RewardManager,
-                 tokenizer: PreTrainedTokenizerBase, logprobs: LogprobPass, calculator: AdvantageCalculator,
+                 tokenizer: PreTrainedTokenizerBase, *, logprobs: LogprobPass, calculator: AdvantageCalculator,
                  timer: Timer, greedy: GreedyBaseline | None = None, overlapped: OverlappedPasses | None = None,
                  environment: AnyEnvironment | None = None, media: MediaSource | None = None) -> None:
         self.media = media

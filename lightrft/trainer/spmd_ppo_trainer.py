@@ -155,8 +155,9 @@ class SPMDPPOTrainer(PPOTrainer):
         if config.rollout.overlap_passes:
             plays = environment is not None
             overlapped = OverlappedPasses(strategy, logprobs, config.rollout.samples, timer, plays)
-        maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs, calculator, timer, greedy,
-                                    overlapped, environment, media)
+        maker = FastExperienceMaker(config, strategy, engine, rewards, tokenizer, logprobs=logprobs,
+                                    calculator=calculator, timer=timer, greedy=greedy, overlapped=overlapped,
+                                    environment=environment, media=media)
         evaluator = Evaluator(config, strategy, engine, rewards, tokenizer, eval_prompts,
                               environment) if eval_prompts else None
         update = PolicyUpdate(config, strategy, ready.actor, ready.critic, timer,

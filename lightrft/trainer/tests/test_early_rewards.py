@@ -150,8 +150,8 @@ def test_the_same_as_scoring_everything_at_the_end(home, tmp_path, reward):
     options, _ = reward
     made = trainer(home, tmp_path / "run", **options, reward_workers=2)
     m = made.maker
-    naive = NaiveExperienceMaker(m.config, m.strategy, m.engine, m.rewards, m.tokenizer, m.logprobs, m.calculator,
-                                 m.timer)
+    naive = NaiveExperienceMaker(m.config, m.strategy, m.engine, m.rewards, m.tokenizer, logprobs=m.logprobs,
+                                 calculator=m.calculator, timer=m.timer)
     fast, slow = rollout(made), rollout(made, naive)
     m.rewards.shutdown()
     assert fast.episodes == slow.episodes and torch.equal(fast.exp.advantages, slow.exp.advantages)

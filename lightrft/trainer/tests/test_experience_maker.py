@@ -22,8 +22,8 @@ def rollout(made, step=0, maker=None):
 
 def naive(made) -> NaiveExperienceMaker:
     m = made.maker
-    return NaiveExperienceMaker(m.config, m.strategy, m.engine, m.rewards, m.tokenizer, m.logprobs, m.calculator,
-                                m.timer)
+    return NaiveExperienceMaker(m.config, m.strategy, m.engine, m.rewards, m.tokenizer, logprobs=m.logprobs,
+                                calculator=m.calculator, timer=m.timer)
 
 
 def times_aside(metrics):

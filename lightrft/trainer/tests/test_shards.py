@@ -188,7 +188,8 @@ def test_sequences_move_before_the_update_for_a_forward_pass_only(kl):
         idle = SimpleNamespace(sleep=lambda: None, reload=lambda: None)
         logprobs = LogprobPass(config, strategy, Prepared(Tenth()), None, Prepared(Tenth()), idle)
         calculator = get_advantage_calculator(config.algorithm, config.reward, 14)
-        maker = FastExperienceMaker(config, strategy, idle, None, None, logprobs, calculator, Timer())
+        maker = FastExperienceMaker(config, strategy, idle, None, None, logprobs=logprobs, calculator=calculator,
+                                    timer=Timer())
         rollout = maker.complete([scored(number) for number in reversed(mine(strategy))], 0)
         before = len(exchanges)
         rollout.shards.fetch(rollout.plan.owned())
