@@ -13,7 +13,7 @@ from lightrft.utils.errors import CaptureException, first_line, UserError
 
 @dataclass
 class AgentData:
-    """What tools of a response share: ``execute`` gets it as ``agent_data``, under the names that it has in verl.
+    """State that the tools of a response share: ``execute`` gets it as ``agent_data``, under the names of verl.
 
     Attributes:
         messages: of the prompt, of the turns so far with the present one, and of the answers to them.

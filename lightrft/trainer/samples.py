@@ -41,7 +41,7 @@ def sampling_params(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> S
                           stop_token_ids(cfg.stop, tokenizer), cfg.first_token_temperature if cfg.use_fire else None)
 
 
-def reward_input(prompt: Prompt, response: str, play: Play | None = None) -> RewardInput:
+def reward_input(prompt: Prompt, response: str, play: Play | None = None, group_id: int = 0) -> RewardInput:
     """Build the input of a reward. ``response`` does not contain the prompt; a prefill at the end of that is the start
     of the answer, so rewards read it there, as in TRL. ``play``: what an environment did in the response, of which
     rewards read the turns of the policy alone."""
@@ -53,13 +53,14 @@ def reward_input(prompt: Prompt, response: str, play: Play | None = None) -> Rew
     else:
         response = begun + response
     return RewardInput(prompt.text.removesuffix(begun), response, messages, prompt.data_source, prompt.label,
-                       prompt.reference, prompt.columns, prompt.media, prompt.template_kwargs, play=play)
+                       prompt.reference, prompt.columns, prompt.media, prompt.template_kwargs, play=play,
+                       group_id=group_id)
 
 
 def judged(episode: Episode) -> RewardInput:
     """Build the input of a reward from an episode with a text; of one that forks, with the prompt of the first branch.
     """
-    return replace(reward_input(episode.joined.prompt, episode.text, episode.play), group_id=episode.group_id)
+    return reward_input(episode.joined.prompt, episode.text, episode.play, episode.group_id)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],

@@ -180,7 +180,7 @@ class Batch:
 
     @property
     def branches(self) -> "Batch":
-        """The same row of tokens as forward passes read it: each branch of an episode that forks is a sequence there,
+        """Row of the same tokens as forward passes read it: each branch of an episode that forks is a sequence there,
         which sees no other. Of the samples, the sequences of this batch, nothing is left then."""
         host = self.host
         if not any(host.forks or ()):

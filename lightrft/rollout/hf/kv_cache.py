@@ -131,7 +131,7 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _bias(seen: Tensor) -> Tensor:
-    """What is added to scores, so that queries see the tokens of ``seen`` alone."""
+    """Return the bias of scores with which queries see the tokens of ``seen`` alone."""
     return torch.where(seen, 0.0, -torch.inf)
 
 
