@@ -141,15 +141,15 @@ def test_weights_arrive(family):
 def test_weights_of_layers_with_state_arrive(name, tmp_path):
     """In bfloat16: vLLM has no other kernel for them on a CPU, and only for heads of 128. All are compared, also those
     that it fuses; the canaries have the limits of that arithmetic. A router that rounds otherwise takes another expert,
-    which has no limit at a single token."""
-    count, most = SYNCED[name], math.inf if name == "qwen3_5_moe" else 0.5
-    rig = HalfRig(tiny.save_model(tmp_path, name, **STATES))
+    which has no limit at a single token, and moves the mean (0.058 was seen, with other weights)."""
+    count, (mean_of_canaries, most) = SYNCED[name], (0.1, math.inf) if name == "qwen3_5_moe" else (0.05, 0.5)
+    rig, noise = HalfRig(tiny.save_model(tmp_path, name, **STATES)), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in rig.actor.named_parameters():
             if "linear_attn" in name and weight.ndim == 1:  # the same value everywhere would hide a wrong order
-                weight.uniform_(0.5, 1.5)
+                weight.uniform_(0.5, 1.5, generator=noise)
     for _ in range(2):
-        assert 1e-4 < rig.sync() < 0.05
+        assert 1e-4 < rig.sync() < mean_of_canaries
         mean, largest = rig.gap(requests(2), SamplingParams(NEW, stop_token_ids=STOPS))
         assert mean < BANDS["bf16"].mean and largest < most, (mean, largest)
         rig.learn()
@@ -195,10 +195,11 @@ def test_weights_of_layers_with_state_arrive_in_float32(name, changes, tmp_path)
     """To its rounding. vLLM stores the decay of a head of Mamba 2 in place of its logarithm. Some heads have time steps
     below the limits, also of Nemotron-H."""
     mamba_2, rig = name in STORED, Rig(tiny.save_model(tmp_path, name, **SMALL, **changes))
+    noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in rig.actor.named_parameters():
             if STATE.search(name) and weight.ndim == 1:
-                weight.uniform_(0.5, 1.5)
+                weight.uniform_(0.5, 1.5, generator=noise)
             if name.endswith("dt_bias"):
                 weight[::2] = -9
     for _ in range(2):
