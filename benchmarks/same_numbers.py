@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -215,16 +215,18 @@ def fits(found: dict[str, float], scenario: Scenario, first_step: float | None) 
 def main() -> int:
     """Print a row per scenario; return 1 if numbers differ by more than allowed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("commits", nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("old", metavar="OLD", help="commit")
+    parser.add_argument("new", metavar="NEW", help="commit")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--first_step", type=float, metavar="LIMIT",
                         help="only step 1 must agree, within this: the commits compute with other kernels")
     args = parser.parse_args()
     bad = 0
     print("| scenario | step 1 | all steps | weights | rollouts | |\n|---|---|---|---|---|---|", flush=True)
-    with TemporaryDirectory() as work, checkout(args.commits[0],
-                                                Path(work, "old")) as old, checkout(args.commits[1],
-                                                                                    Path(work, "new")) as new:
+    with ExitStack() as stack:
+        work = stack.enter_context(TemporaryDirectory())
+        old, new = (stack.enter_context(checkout(commit, Path(work, side)))
+                    for side, commit in (("old", args.old), ("new", args.new)))  # yapf: disable
         home = Path(work, "home")
         prepare(old, home)
         for name in args.only:
