@@ -48,9 +48,8 @@ def _opened(prompt: Prompt, answer: Step, form: ChatFormat | None, pictures: Pic
 def _with_text(prompt: Prompt, text: str, pictures: Pictures) -> Prompt:
     """Return a prompt with another text. That of a chat has all marks, and that of a plain prompt no first token."""
     encoder = pictures.encoder
-    ids, = encoder.encode_text([text])
-    if prompt.messages:
-        ids, = encoder.tokenizer([text], add_special_tokens=False, verbose=False).input_ids
+    ids, = (encoder.tokenizer([text], add_special_tokens=False, verbose=False).input_ids
+            if prompt.messages else encoder.encode_text([text]))  # yapf: disable
     opened, = with_tokens([prompt], [(text, ids)], pictures.store)
     return opened
 

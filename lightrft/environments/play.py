@@ -138,15 +138,15 @@ class Player:
         """Return the prompt of the conversation that goes on in place of what was said; without room for it, the last
         word of its environment."""
         assert self.form is not None, "an interface of text has no histories"
-        first = episode.branches[0].prompt.media
-        row_media = first if play.asked is None else play.asked.get("media", first)
+        first = episode.first_prompt
+        row_media = first.media if play.asked is None else play.asked.get("media", first.media)
         prompt, pictures = rewritten_prompt(episode.prompt, history, row_media, self.form, self.pictures)
         seen = {one.key for one in play.shown}
         shown = [*play.shown, *({one.key: one for one in pictures if one.key not in seen}.values())]
         if len(prompt.token_ids) > self.prompt_max_len or max(len(shown), len(pictures)) > self.pictures.most:
             play.limit, episode.finish_reason = "no_room", "length"
             return self._last_word(episode, None)
-        play.messages += news_in(prompt.messages, [*episode.branches[0].prompt.messages, *play.messages])
+        play.messages += news_in(prompt.messages, [*first.messages, *play.messages])
         play.shown = shown
         return prompt
 

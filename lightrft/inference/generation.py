@@ -156,7 +156,7 @@ class BatchGenerator:
     def row(self, sample: Episode) -> Row:
         """Return the row of a response. With media the prompt is there as messages too, with the columns of those and
         what their template was given."""
-        prompt = sample.joined.prompt  # of the first branch, behind which the text is
+        prompt = sample.first_prompt
         found: Row = {"input": prompt.text, "output": sample.text, "prompt_id": prompt.uid, "sample": sample.index,
                       "tokens": sample.drawn_len, "finish_reason": sample.finish_reason}  # yapf: disable
         if prompt.media:

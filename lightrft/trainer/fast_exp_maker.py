@@ -107,7 +107,7 @@ class GreedyBaseline:
         """
         params = SamplingParams(sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         groups = by_group(samples)
-        prompts = [(number, group[0].joined.prompt) for number, group in groups.items()]
+        prompts = [(number, group[0].first_prompt) for number, group in groups.items()]
         greedy = respond(self.engine, self.tokenizer, self.environment, prompts, [[0]] * len(prompts), params, "greedy")
         handle = self.rewards.submit([judged(episode) for episode in greedy])
 

@@ -176,7 +176,7 @@ class SampleRecorder:
         limit, groups = TOKENS // max(len(responses), 1), []
         for _, members in groupby(responses, key=lambda response: response.episode.group_id):
             group = list(members)
-            prompt = group[0].episode.joined.prompt
+            prompt = group[0].episode.first_prompt
             rows = [response.row(self.texts, limit) | self._media_of(response.episode) for response in group]
             groups.append({"uid": prompt.uid, "prompt": shorten(prompt.text, CHARACTERS),
                            "reference": prompt.reference, "samples": rows,

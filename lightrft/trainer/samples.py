@@ -60,7 +60,7 @@ def reward_input(prompt: Prompt, response: str, play: Play | None = None, group_
 def judged(episode: Episode) -> RewardInput:
     """Build the input of a reward from an episode with a text; of one that forks, with the prompt of the first branch.
     """
-    return reward_input(episode.joined.prompt, episode.text, episode.play, episode.group_id)
+    return reward_input(episode.first_prompt, episode.text, episode.play, episode.group_id)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, episodes: Iterable[Episode],

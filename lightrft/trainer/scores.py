@@ -24,7 +24,7 @@ Columns = dict[str, Tensor]  # [B] each, by name; scores are float64, and NaN st
 
 def log_row(episode: Episode) -> dict[str, Any]:
     """Return the row of the log: the response, its score, and what else this run has of it."""
-    prompt, score = episode.joined.prompt, episode.score or Score(None)
+    prompt, score = episode.first_prompt, episode.score or Score(None)
     row = {"group_id": episode.group_id, "index": episode.index, "reward": score.total, "parts": score.parts,
            "weights": score.weights, "error": score.error, "finish_reason": episode.finish_reason, "uid": prompt.uid,
            "prompt": prompt.text, "response": episode.text, "reference": prompt.reference}  # yapf: disable
@@ -43,7 +43,7 @@ def trajectory(episode: Episode) -> dict[str, Any]:
     facts = {"turns": play.turns, "calls": play.calls, "wait_s": play.wait_s, "ended": play.failure or play.limit,
              "metrics": play.metrics}  # yapf: disable
     tools, turns = episode.prompt.template_kwargs.get("tools"), _turns(episode.joined, play)
-    return {"messages": _chat(episode.joined.prompt, turns), **({"tools": tools} if tools else {}),
+    return {"messages": _chat(episode.first_prompt, turns), **({"tools": tools} if tools else {}),
             **({"branches": _chats(episode, turns)} if episode.closed else {}),
             "environment": {name: value for name, value in facts.items() if value}}  # yapf: disable
 

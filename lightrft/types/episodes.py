@@ -130,6 +130,11 @@ class Episode(TokenSequence):
             return [*self.closed]
         return [*self.closed, Branch(self.prompt, self.segments, self.seed)]
 
+    @property
+    def first_prompt(self) -> Prompt:
+        """Prompt of the first branch, behind which the whole response stands."""
+        return self.closed[0].prompt if self.closed else self.prompt
+
     def fork(self, prompt: Prompt) -> None:
         """Go on behind another ``prompt`` of the same row: what was said so far, rewritten. The noise is another one
         from here on. A branch in which nothing was drawn is dropped: it has nothing to learn from."""
@@ -144,7 +149,7 @@ class Episode(TokenSequence):
         tokens in it. Without a fork it is the episode itself."""
         if not self.closed:
             return self
-        return replace(self, prompt=self.closed[0].prompt, segments=self.pieces[1:], closed=[])
+        return replace(self, prompt=self.first_prompt, segments=self.pieces[1:], closed=[])
 
     @property
     def pieces(self) -> list[Segment]:
